@@ -1,0 +1,82 @@
+# `make run` and `make test` are enough on a machine with Python 3.11 or newer (Linux, macOS).
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test quick fault engine bench coverage check format schemas wheel clean
+
+# The first of these that is there, runs and is new enough.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+BIN := .venv/bin
+RUNTIME := indexer,router,archive,embedded,cli
+# NIXL by name brings torch and two CUDA builds (5.9 GB). Over shared memory and TCP it needs none of
+# them: 60 MB without its dependencies. Its wheels are for Linux only.
+NIXL := $(shell [ "$$(uname -s)" = Linux ] && echo nixl==1.5.1 nixl-cu13==1.5.1)
+# Tests with tensors run where pip finds a CPU build of torch; a CUDA build is never downloaded.
+TORCH := torch==2.13.0+cpu
+ARGS ?=
+
+# Without it, the link `events` here shadows any installed top-level module `events`.
+export PYTHONSAFEPATH = 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.venv/.runtime: pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || { echo "kvatlas needs Python 3.11 or newer" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[$(RUNTIME)]'
+	$(if $(NIXL),$(BIN)/python -m pip install --quiet --no-deps $(NIXL))
+	@touch $@
+
+.venv/.dev: .venv/.runtime
+	$(BIN)/python -m pip install --quiet --editable '.[$(RUNTIME),dev]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)' \
+	  2>/dev/null || echo "no CPU build of torch for this machine: tests with tensors are skipped"
+	@touch $@
+
+run: .venv/.runtime  ## the demo: a whole fleet on this machine, compared with round robin (ARGS="--help")
+	$(BIN)/kvatlas demo $(ARGS)
+
+test: .venv/.dev  ## every test that needs no inference engine
+	$(BIN)/pytest -m 'not bench and not engine'
+
+quick: .venv/.dev  ## the same without starting servers
+	$(BIN)/pytest -m 'not integration and not fault and not bench and not engine'
+
+fault: .venv/.dev  ## only failures injected into running parts
+	$(BIN)/pytest -m fault
+
+engine: .venv/.dev  ## needs an inference engine in .venv
+	$(BIN)/pytest -m engine
+
+bench: .venv/.dev  ## measure; results in build/bench.json
+	@mkdir -p build
+	$(BIN)/pytest -m bench --benchmark-json=build/bench.json
+
+coverage: .venv/.dev  ## branch coverage, kernels run as plain Python so that their lines count
+	NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -q -m 'not fault and not bench and not engine'
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+check: .venv/.dev  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: .venv/.dev  ## rewrite what the formatter and the safe fixes can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+schemas: .venv/.dev  ## regenerate the JSON schemas in schemas/json
+	$(BIN)/python -m kvatlas.schemas.generate
+
+wheel: .venv/.dev  ## sdist and wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build
+
+clean:  ## remove everything that is generated
+	rm -rf .venv build dist .coverage* .*_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,18 @@
+"""Entry point of `kvatlas` and `python -m kvatlas`; light until a command is chosen."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    try:
+        from kvatlas.commands import run_command
+    except ModuleNotFoundError as error:
+        print(f"{error}: pip install 'kvatlas[cli]'", file=sys.stderr)
+        return 1
+    return run_command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""The command line: one function a command, which reads its options and hands over.
+
+Errors of ours end a command with one line on stderr and status 1, wrong usage with 2.
+"""
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from kvatlas import __version__
+from kvatlas.schemas.errors import InvalidSetting, KvatlasError
+from kvatlas.schemas.settings import Settings, load_settings
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Event-sourced KV-cache control plane for fleets of LLM inference engines.",
+)
+
+Nats = Annotated[
+    str | None, typer.Option("--nats", help="Broker URL; none starts an embedded one.")
+]
+Creds = Annotated[str | None, typer.Option("--creds", help="Credentials file for the broker.")]
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+SetFlags = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."),
+]
+HttpPort = Annotated[int | None, typer.Option("--port", help="HTTP port; 0 takes a free one.")]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="How a worker is chosen.")]
+ArchiveUrl = Annotated[
+    str | None, typer.Option("--archive", help="Database URL, such as sqlite:///kvatlas.db.")
+]
+Workers = Annotated[int, typer.Option("--workers", min=0, help="Reference engines to run.")]
+BlocksPerWorker = Annotated[int, typer.Option(min=1, help="KV blocks of each reference engine.")]
+BlockBytes = Annotated[int, typer.Option(min=16, help="KV bytes of a block.")]
+BlockTokens = Annotated[int, typer.Option(min=1, max=65_536, help="Tokens of a block.")]
+Speed = Annotated[float, typer.Option(min=0.01, help="Model seconds per second.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Rate = Annotated[float, typer.Option(min=1, help="Tokens per model second.")]
+
+
+def run_command(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except SystemExit as ended:  # typer's way to return, wrong usage included
+        return ended.code if isinstance(ended.code, int) else 1
+    except KvatlasError as error:
+        print(f"kvatlas: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"kvatlas: {error}: pip install 'kvatlas[all]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def demo(
+    trace: Annotated[Path | None, typer.Option(help="Mooncake trace; none: built-in.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests to play.")] = 600,
+    workers: Annotated[int, typer.Option(min=1, help="Reference engines to run.")] = 4,
+    blocks_per_worker: BlocksPerWorker = 1_000,
+    block_bytes: BlockBytes = 16_384,
+    speed: Speed = 12.0,
+    policy: PolicyName = "predicted_ttft",
+    seed: Seed = 0,
+    archive: ArchiveUrl = None,
+    json: JsonFlag = False,
+) -> None:
+    """Play requests on a whole fleet on this machine and compare with round robin."""
+    from kvatlas.demo.display import LiveDisplay, print_report, report_json
+    from kvatlas.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(
+        trace, requests, workers, blocks_per_worker, block_bytes, speed,
+        policy or "predicted_ttft", seed, archive,
+    )  # fmt: skip
+    console = Console(stderr=json)
+    with LiveDisplay(console) as display:
+        report = _run(run_demo(options, display))
+    print_report(console, report)
+    if json:
+        print(report_json(report))
+
+
+@app.command()
+def serve(
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+    port: HttpPort = None,
+    policy: PolicyName = None,
+    archive: ArchiveUrl = None,
+    workers: Workers = 0,
+    blocks_per_worker: BlocksPerWorker = 1_000,
+    block_bytes: BlockBytes = 16_384,
+    block_tokens: BlockTokens = 16,
+    prefill_tokens_per_second: Rate = 20_000.0,
+    decode_tokens_per_second: Rate = 50.0,
+    speed: Speed = 1.0,
+    json: JsonFlag = False,
+) -> None:
+    """Run broker, index and router in one process (and reference engines) until stopped."""
+    from kvatlas.serve import serve_all
+    from kvatlas.worker_fleet import EngineOptions
+
+    settings = _settings(config, nats, creds, set_, port=port, policy=policy, archive=archive)
+    engines = EngineOptions(
+        workers, blocks_per_worker, block_bytes, block_tokens,
+        prefill_tokens_per_second, decode_tokens_per_second, speed,
+    )  # fmt: skip
+    _run(serve_all(settings, engines, json))
+
+
+@app.command()
+def router(
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+    port: HttpPort = None,
+    policy: PolicyName = None,
+    json: JsonFlag = False,
+) -> None:
+    """Run a router with an index of its own on an existing broker."""
+    from kvatlas.serve import serve_router
+
+    settings = _settings(config, nats, creds, set_, port=port, policy=policy)
+    _run(serve_router(_with_broker(settings), json))
+
+
+@app.command()
+def indexer(
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+    port: HttpPort = None,
+    json: JsonFlag = False,
+) -> None:
+    """Run an index that can be looked into over HTTP, on an existing broker."""
+    from kvatlas.serve import serve_indexer
+
+    _run(serve_indexer(_with_broker(_settings(config, nats, creds, set_, port=port)), json))
+
+
+@app.command("archive")
+def archive_(
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+    archive: ArchiveUrl = None,
+    json: JsonFlag = False,
+) -> None:
+    """Write batches and decisions of an existing broker into a database."""
+    from kvatlas.serve import serve_archive
+
+    settings = _with_broker(_settings(config, nats, creds, set_, archive=archive))
+    if not settings.archive.url:
+        raise InvalidSetting("archive.url", "flag --archive", "a database URL is needed")
+    _run(serve_archive(settings, json))
+
+
+@app.command()
+def worker(
+    name: Annotated[str, typer.Option(help="Name of the worker in the fleet.")],
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 0,
+    model: Annotated[str, typer.Option(help="Model that requests ask for.")] = "reference",
+    blocks: Annotated[int, typer.Option(min=1, help="KV blocks of the engine.")] = 1_000,
+    block_bytes: BlockBytes = 16_384,
+    block_tokens: BlockTokens = 16,
+    prefill_tokens_per_second: Rate = 20_000.0,
+    decode_tokens_per_second: Rate = 50.0,
+    speed: Speed = 1.0,
+    folder: Annotated[str, typer.Option(help="For shared memory; none: a temporary one.")] = "",
+    parent_pid: Annotated[int, typer.Option(help="Stop when this process ends; 0: no.")] = 0,
+) -> None:
+    """Run a reference engine with its sidecar on an existing broker."""
+    from kvatlas.reference_worker import WorkerOptions, run_worker
+
+    settings = _with_broker(_settings(config, nats, creds, set_))
+    options = WorkerOptions(
+        name=name,
+        nats_url=settings.nats.url,
+        creds=settings.nats.credentials,
+        host=host,
+        port=port,
+        model=model,
+        num_blocks=blocks,
+        block_bytes=block_bytes,
+        block_tokens=block_tokens,
+        prefill_tokens_per_second=prefill_tokens_per_second,
+        decode_tokens_per_second=decode_tokens_per_second,
+        speed=speed,
+        folder=folder,
+        fleet_key=settings.fleet.key_bytes,
+        parent_pid=parent_pid,
+        transport=settings.sidecar.transport,
+        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
+        digest_seconds=settings.sidecar.digest_seconds,
+        pull_deadline_seconds=settings.sidecar.pull_deadline_seconds,
+        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+    )
+    _run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
+
+
+def _settings(
+    config: Path | None,
+    nats: str | None,
+    creds: str | None,
+    set_: list[str] | None,
+    **named: str | int | None,
+) -> Settings:
+    """Merge all sources; named options win over --set, which wins over environment and file."""
+    flags: dict[str, str] = {}
+    for flag in set_ or []:
+        key, equals, value = flag.partition("=")
+        if not equals:
+            raise InvalidSetting(key, "flag --set", "expected SECTION.KEY=VALUE")
+        flags[key] = value
+    keys = {"port": "router.port", "policy": "router.policy", "archive": "archive.url"}
+    shortcuts = {"nats.url": nats, "nats.credentials": creds}
+    shortcuts |= {keys[name]: None if v is None else str(v) for name, v in named.items()}
+    flags |= {key: value for key, value in shortcuts.items() if value is not None}
+    return load_settings(config, flags=flags.items())
+
+
+def _with_broker(settings: Settings) -> Settings:
+    if not settings.nats.url:
+        raise InvalidSetting("nats.url", "flag --nats", "this role needs the URL of a broker")
+    return settings
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)

@@ -1,0 +1,79 @@
+"""A whole fleet as a child process: `kvatlas serve --workers N`, watched and stopped from here."""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from msgspec import Struct
+
+from kvatlas.schemas.errors import Unavailable
+
+START_SECONDS = 90.0
+STOP_SECONDS = 20.0
+
+
+class FleetNotStarted(Unavailable):
+    """The fleet's process ended, or was not ready in time; the text has its last words."""
+
+
+class FleetAddress(Struct, frozen=True):
+    """Where a running fleet is: its router, its broker, its process."""
+
+    router_url: str
+    nats_url: str
+    pid: int
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON that the router answers to a GET."""
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            answer = await client.get(f"{self.router_url}{path}")
+        answer.raise_for_status()
+        return answer.json()
+
+
+@asynccontextmanager
+async def fleet_process(arguments: Sequence[str]) -> AsyncIterator[FleetAddress]:
+    """Run `kvatlas serve` with the arguments until the block ends; yield once it is ready."""
+    command = [sys.executable, "-P", "-m", "kvatlas", "serve", "--json", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    errors: list[str] = []
+    drain = asyncio.create_task(_drain(process, errors))
+    try:
+        yield await _address(process, errors)
+    finally:
+        await _stop(process)
+        await drain
+
+
+async def _address(process: Process, errors: list[str]) -> FleetAddress:
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+        said = json.loads(line)
+        return FleetAddress(said["router"], said["nats"], process.pid)
+    except (TimeoutError, ValueError, KeyError) as error:
+        raise FleetNotStarted("the fleet did not start: " + "\n".join(errors[-20:])) from error
+
+
+async def _drain(process: Process, errors: list[str]) -> None:
+    """Keep the last lines of the child's log, so that its pipe never fills."""
+    assert process.stderr is not None
+    async for line in process.stderr:
+        errors.append(line.decode(errors="replace").rstrip())
+        del errors[:-200]
+
+
+async def _stop(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

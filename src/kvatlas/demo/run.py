@@ -1,0 +1,214 @@
+"""The demo from start to end: each policy on a fleet of its own, then the comparison.
+
+Reads top to bottom: options, the run of one policy, what is checked at its end, the report.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import httpx
+from msgspec import Struct
+
+from kvatlas.demo.fleet_process import FleetAddress, fleet_process
+from kvatlas.demo.one_big_lru import one_big_lru_hit_ratio
+from kvatlas.demo.outcomes import (
+    Outcome,
+    PolicyFigures,
+    PullFigures,
+    policy_figures,
+    pull_figures,
+)
+from kvatlas.demo.play import play
+from kvatlas.demo.prompts import TRACE_BLOCK_TOKENS, PlayedRequest
+from kvatlas.demo.sessions import generate_requests
+from kvatlas.demo.trace import read_trace
+from kvatlas.replay import replay_archive
+
+MODEL = "reference"
+BASELINE = "round_robin"
+CONVERGE_SECONDS = 15.0
+#: model tokens per second; the scaled clock multiplies both
+PREFILL_TOKENS_PER_SECOND = 20_000.0
+DECODE_TOKENS_PER_SECOND = 50.0
+
+
+class DemoOptions(Struct, frozen=True):
+    """What is played, on how large a fleet, and how fast."""
+
+    trace: Path | None
+    requests: int
+    workers: int
+    blocks_per_worker: int
+    block_bytes: int
+    speed: float
+    policy: str
+    seed: int
+    archive: str | None
+
+
+class DemoReport(Struct, frozen=True):
+    """Everything the demo found out; the JSON line is this object."""
+
+    trace: str
+    requests: int
+    workers: int
+    policies: dict[str, Any]
+    events: dict[str, int]
+    convergence_ms: dict[str, float]
+    pull: PullFigures
+    digest: dict[str, Any]
+    replay: dict[str, Any]
+    seconds: float
+    archive: str | None
+
+
+class _PolicyRun(Struct):
+    """What one policy's fleet left behind."""
+
+    outcomes: list[Outcome]
+    figures: PolicyFigures
+    stats: dict[str, Any]
+    equal_digests: dict[str, bool]
+
+
+class Audience(Protocol):
+    """Who watches a demo."""
+
+    def played(self, policy: str, outcomes: Sequence[Outcome]) -> None:
+        """A request has ended; `outcomes` are all so far, the newest last."""
+
+    def lagged(self, lag_ms: float) -> None:
+        """The index is this far behind the engines."""
+
+
+async def run_demo(options: DemoOptions, audience: Audience) -> DemoReport:
+    """Play the requests with the policy and with round robin; raises InvalidTrace before either."""
+    started = time.monotonic()
+    requests = load_requests(options)
+    with TemporaryDirectory(prefix="kvatlas-demo-") as folder:
+        archive = options.archive or f"sqlite:///{folder}/archive.db"
+        ours = await _run_policy(options, options.policy, requests, archive, audience)
+        replayed = await replay_archive(archive)
+        theirs = ours
+        if options.policy != BASELINE:
+            theirs = await _run_policy(options, BASELINE, requests, None, audience)
+    capacity = options.workers * options.blocks_per_worker
+    big = {"hit_ratio": round(one_big_lru_hit_ratio(requests, capacity), 4)}
+    name = "kvatlas" if options.policy != BASELINE else BASELINE
+    return DemoReport(
+        trace=str(options.trace) if options.trace else f"built-in sessions, seed {options.seed}",
+        requests=len(requests),
+        workers=options.workers,
+        policies={name: ours.figures, BASELINE: theirs.figures, "one_big_lru": big},
+        events={
+            "published": replayed.num_events,
+            "applied": ours.stats["events"],
+            "gaps": ours.stats["gaps"],
+            "rejected": ours.stats["rejected_total"],
+        },
+        convergence_ms=ours.stats["convergence_ms"],
+        pull=pull_figures(ours.outcomes),
+        digest={
+            "equal": all(ours.equal_digests.values()) and bool(ours.equal_digests),
+            "workers": len(ours.equal_digests),
+        },
+        replay={
+            "batches": replayed.num_batches,
+            "digest_equal": replayed.state_digest == ours.stats["state_digest"],
+        },
+        seconds=round(time.monotonic() - started, 1),
+        archive=options.archive,
+    )
+
+
+def load_requests(options: DemoOptions) -> list[PlayedRequest]:
+    """Return what is to be played; raises InvalidTrace."""
+    if options.trace is None:
+        return generate_requests(options.requests, options.seed)
+    return read_trace(options.trace, options.requests)
+
+
+async def _run_policy(
+    options: DemoOptions,
+    policy: str,
+    requests: Sequence[PlayedRequest],
+    archive: str | None,
+    audience: Audience,
+) -> _PolicyRun:
+    outcomes: list[Outcome] = []
+    async with fleet_process(_serve_arguments(options, policy, archive)) as fleet:
+
+        def on_outcome(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            audience.played(policy, outcomes)
+
+        watching = asyncio.create_task(_watch_lag(fleet, audience))
+        try:
+            await play(requests, fleet.router_url, MODEL, options.speed, on_outcome)
+        finally:
+            watching.cancel()
+        equal = await converge(fleet)
+        stats = await fleet.get("/v1/index/stats")
+    return _PolicyRun(outcomes, policy_figures(outcomes, options.workers), stats, equal)
+
+
+async def _watch_lag(fleet: FleetAddress, audience: Audience) -> None:
+    while True:
+        stats = await fleet.get("/v1/index/stats")
+        audience.lagged(stats["convergence_ms"]["p99"])
+        await asyncio.sleep(0.5)
+
+
+def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> list[str]:
+    """Return the arguments of `kvatlas serve`; times of the router run on the scaled clock."""
+    speed = options.speed
+    scaled = {
+        "router.policy": policy,
+        "router.seed": options.seed,
+        "router.load_window_ms": 1_000 / speed,
+        "router.prefill_tokens_per_second": PREFILL_TOKENS_PER_SECOND * speed,
+        "router.max_prompt_tokens": 4_000_000,
+        "router.max_body_bytes": 64 * 1024**2,
+    }
+    return [
+        *("--port", "0", "--workers", str(options.workers)),
+        *("--blocks-per-worker", str(options.blocks_per_worker)),
+        *("--block-bytes", str(options.block_bytes)),
+        *("--block-tokens", str(TRACE_BLOCK_TOKENS)),
+        *("--speed", str(speed), "--seed", str(options.seed)),
+        *("--prefill-tokens-per-second", str(PREFILL_TOKENS_PER_SECOND)),
+        *("--decode-tokens-per-second", str(DECODE_TOKENS_PER_SECOND)),
+        *(("--archive", archive) if archive else ()),
+        *(word for key, value in scaled.items() for word in ("--set", f"{key}={value}")),
+    ]
+
+
+async def converge(fleet: FleetAddress) -> dict[str, bool]:
+    """Wait until the index says of each living worker what its engine says; return who agrees."""
+    deadline = time.monotonic() + CONVERGE_SECONDS
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        while True:
+            equal = await _compare_digests(fleet, client)
+            if all(equal.values()) or time.monotonic() > deadline:
+                return equal
+            await asyncio.sleep(0.1)
+
+
+async def _compare_digests(fleet: FleetAddress, client: httpx.AsyncClient) -> dict[str, bool]:
+    workers = (await client.get(f"{fleet.router_url}/v1/workers")).json()["workers"]
+    equal: dict[str, bool] = {}
+    for worker in workers:
+        if worker["trust"] == "gone" or not worker["base_url"]:
+            continue
+        truth = (await client.get(f"{worker['base_url']}/v1/kv/digest")).json()["digests"]
+        equal[worker["worker"]] = _held(truth) == _held(worker["digests"])
+    return equal
+
+
+def _held(digests: dict[str, Any]) -> dict[str, Any]:
+    """Return the digests of tiers that hold something."""
+    return {tier: digest for tier, digest in digests.items() if digest["count"]}

@@ -1,0 +1,1 @@
+"""How events travel and are kept: codec, subjects, order, bus, archive, replay."""

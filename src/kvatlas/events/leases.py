@@ -1,0 +1,200 @@
+"""Liveness: each instance renews a key with a time to live, and watchers are told of its end.
+
+    key     lease.<worker>.<rank>         value   msgpack [epoch, details]
+
+A lease says "this epoch of this instance is alive". It is written by compare-and-set, so an old
+incarnation that wakes up meets the newer epoch and learns that it is fenced.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, Self
+
+import msgspec
+from msgspec import Struct
+
+from kvatlas.events.bus import Entry, KeyChange, KeyValue, Subscription
+from kvatlas.events.subjects import escape_token, unescape_token
+from kvatlas.schemas.errors import (
+    BusUnavailable,
+    Fenced,
+    InvalidSubject,
+    KeyExists,
+    RevisionConflict,
+    StreamRefused,
+)
+from kvatlas.schemas.ids import InstanceId
+
+#: shorter notices a death sooner and forgives shorter pauses of the instance and the broker;
+#: a cluster that loses its leader answers nobody for about 6 s
+TTL_SECONDS = 15.0
+RENEWALS_PER_TTL = 3
+RELEASE_SECONDS = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+class LeaseValue(Struct, frozen=True, array_like=True):
+    """What stands at a lease's key; later fields may be added at the end."""
+
+    epoch: int
+    #: what the holder wants watchers to know, uninterpreted
+    details: bytes = b""
+
+
+class LeaseChange(Struct, frozen=True):
+    """An instance's lease was taken or renewed, given back, or ran out.
+
+    `epoch` is None when a lease ended that this watcher never saw alive.
+    """
+
+    instance: InstanceId
+    epoch: int | None
+    kind: Literal["alive", "released", "expired"]
+    details: bytes = b""
+
+
+def lease_key(instance: InstanceId) -> str:
+    """Return the key of an instance's lease."""
+    return f"lease.{escape_token(instance.worker)}.{instance.rank}"
+
+
+def parse_lease_key(key: str) -> InstanceId:
+    """Return whose lease a key is; raises InvalidSubject."""
+    match key.split("."):
+        case ["lease", worker, rank] if rank.isascii() and rank.isdigit():
+            return InstanceId(unescape_token(worker), int(rank))
+        case _:
+            raise InvalidSubject(key)
+
+
+class LeaseKeeper:
+    """Holds an instance's lease for as long as it is entered.
+
+    Entering takes the lease, or goes on trying when the broker is away; it raises Fenced when a
+    newer epoch has it. Later `on_fenced` is called once with the newer epoch, and renewing stops:
+    the instance must stop publishing. Leaving gives the lease back, unless it is another's.
+    """
+
+    def __init__(
+        self,
+        keys: KeyValue,
+        instance: InstanceId,
+        epoch: int,
+        on_fenced: Callable[[Fenced], None],
+        details: bytes = b"",
+        ttl_seconds: float = TTL_SECONDS,
+    ) -> None:
+        self._keys, self._instance, self._epoch = keys, instance, epoch
+        self._on_fenced = on_fenced
+        self._key = lease_key(instance)
+        self._value = msgspec.msgpack.encode(LeaseValue(epoch, details))
+        self._ttl_seconds = ttl_seconds
+        #: of our own last write; None when we do not know that the key is ours
+        self._revision: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        #: renewals that the broker did not confirm
+        self.num_failed_renewals = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the last renewal was confirmed."""
+        return self._revision is not None
+
+    async def __aenter__(self) -> Self:
+        await self._renew()
+        self._task = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        # Whoever cannot tell the broker is expired by it.
+        with suppress(TimeoutError, BusUnavailable, RevisionConflict, StreamRefused):
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await self._release()
+
+    async def _release(self) -> None:
+        entry = await self._keys.get(self._key)
+        found = None if entry is None else decode_lease(entry)
+        if entry is not None and found is not None and found.epoch == self._epoch:
+            await self._keys.delete(self._key, entry.revision)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_seconds / RENEWALS_PER_TTL)
+            try:
+                await self._renew()
+            except Fenced as fenced:
+                self._on_fenced(fenced)
+                return
+
+    async def _renew(self) -> None:
+        """Write our value, whatever state the key is in; raises Fenced."""
+        try:
+            while True:
+                try:
+                    self._revision = await self._write()
+                    return
+                except (KeyExists, RevisionConflict):
+                    # It ran out during an outage, or another epoch has it: look again.
+                    self._revision = None
+        except (BusUnavailable, StreamRefused) as error:
+            # The write may have happened: the next renewal looks at the key.
+            self._revision = None
+            self.num_failed_renewals += 1
+            _logger.warning("the lease of %s is not renewed: %s", self._instance, error)
+
+    async def _write(self) -> int:
+        if self._revision is not None:
+            return await self._keys.update(
+                self._key, self._value, self._revision, self._ttl_seconds
+            )
+        entry = await self._keys.get(self._key)
+        if entry is None:
+            return await self._keys.create(self._key, self._value, self._ttl_seconds)
+        found = decode_lease(entry)
+        if found is not None and found.epoch > self._epoch:
+            raise Fenced(str(self._instance), self._epoch, found.epoch)
+        return await self._keys.update(self._key, self._value, entry.revision, self._ttl_seconds)
+
+
+async def watch_leases(keys: KeyValue, on_lease: Callable[[LeaseChange], None]) -> Subscription:
+    """Report each lease that is held, then each change; returns when the present is reported.
+
+    A renewal is reported as alive again. Every end of a lease is reported, also one that
+    happened while the connection was away. Keys that are no lease are logged and left out.
+    """
+    #: instance -> epoch of each lease that was reported alive and not its end
+    epochs: dict[InstanceId, int] = {}
+
+    def on_change(change: KeyChange) -> None:
+        try:
+            instance = parse_lease_key(change.key)
+        except InvalidSubject:
+            _logger.warning("no lease key: %s", change.key)
+            return
+        if change.value is None:
+            kind: Literal["released", "expired"] = (
+                "expired" if change.reason == "expired" else "released"
+            )
+            on_lease(LeaseChange(instance, epochs.pop(instance, None), kind))
+            return
+        value = decode_lease(Entry(change.key, change.value, change.revision))
+        if value is not None:
+            epochs[instance] = value.epoch
+            on_lease(LeaseChange(instance, value.epoch, "alive", value.details))
+
+    return await keys.watch(on_change)
+
+
+def decode_lease(entry: Entry) -> LeaseValue | None:
+    """Return the value at a lease's key, or None (and log) when it is none of ours."""
+    try:
+        return msgspec.msgpack.decode(entry.value, type=LeaseValue)
+    except msgspec.DecodeError as error:
+        _logger.warning("no lease at %s: %s", entry.key, error)
+        return None

@@ -1,0 +1,268 @@
+"""The bus over NATS JetStream, with nats-py below and our own errors above."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from nats.aio.client import Client
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig, StreamInfo
+from nats.js.errors import BadRequestError, NotFoundError
+
+from kvatlas.events.bus import (
+    Handler,
+    Message,
+    OnConnection,
+    OnHole,
+    OnMessage,
+    StreamDifference,
+    StreamSpec,
+)
+from kvatlas.events.nats_connection import NatsConnection
+from kvatlas.events.nats_consumer import PENDING_BYTES, PENDING_MESSAGES
+from kvatlas.events.nats_errors import STREAM_NAME_IN_USE
+from kvatlas.events.nats_follow import NatsFollower
+from kvatlas.events.nats_keys import NatsKeyValue
+from kvatlas.events.nats_publisher import ACK_SECONDS, MAX_UNACKED, MAX_UNACKED_BYTES, NatsPublisher
+from kvatlas.events.nats_read import read_range
+from kvatlas.events.nats_service import ERROR_HEADER, NatsService
+from kvatlas.schemas.errors import RequestFailed
+
+_logger = logging.getLogger(__name__)
+
+
+class _Part(Protocol):
+    is_closed: bool
+
+    async def close(self) -> None: ...
+
+
+class NatsBus:
+    """The `Bus` of NATS.
+
+    `servers` is one address or several of one cluster (`nats://host:port`, comma-separated or a
+    list). A user is proven by a file of credentials (JWT and seed) or a file with an nkey's
+    seed. `replicas` is for buckets that this bus has to create.
+
+    What a user must be allowed to publish, S being a stream and B a bucket; to its own inbox
+    (`_INBOX.>`) and the subjects that it serves it must be allowed to subscribe:
+
+        publisher     its subjects, $JS.API.STREAM.INFO.S
+        follow        $JS.API.STREAM.INFO.S, $JS.API.CONSUMER.CREATE.S.>, $JS.FC.S.>
+        read_range    $JS.API.CONSUMER.CREATE.S.>, $JS.API.CONSUMER.MSG.NEXT.S.>
+        keys          $KV.B.>, $JS.API.STREAM.MSG.GET.KV_B; to watch, as follow of KV_B
+        serve         _INBOX.> (answers)
+    """
+
+    def __init__(
+        self,
+        servers: str | Sequence[str],
+        *,
+        wait_seconds: float | None = None,
+        name: str = "kvatlas",
+        creds_file: Path | None = None,
+        nkey_file: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        replicas: int = 1,
+        max_unacked: int = MAX_UNACKED,
+        max_unacked_bytes: int = MAX_UNACKED_BYTES,
+        ack_seconds: float = ACK_SECONDS,
+        pending_messages: int = PENDING_MESSAGES,
+        pending_bytes: int = PENDING_BYTES,
+    ) -> None:
+        self._connection = NatsConnection(
+            servers.split(",") if isinstance(servers, str) else servers,
+            name=name,
+            creds_file=creds_file,
+            nkey_file=nkey_file,
+            tls=tls,
+        )
+        self._wait_seconds = wait_seconds
+        self._replicas = replicas
+        self._max_unacked, self._max_unacked_bytes = max_unacked, max_unacked_bytes
+        self._ack_seconds = ack_seconds
+        self._pending_messages, self._pending_bytes = pending_messages, pending_bytes
+        self._is_open = False
+        #: all that was handed out; closed with the bus, last first
+        self._parts: list[_Part] = []
+
+    @classmethod
+    async def connect(
+        cls,
+        servers: str | Sequence[str],
+        wait_seconds: float | None = None,
+        *,
+        name: str = "kvatlas",
+        creds_file: Path | None = None,
+        nkey_file: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        replicas: int = 1,
+    ) -> Self:
+        """Return a connected bus, whose caller closes it; see `open`."""
+        bus = cls(
+            servers,
+            wait_seconds=wait_seconds,
+            name=name,
+            creds_file=creds_file,
+            nkey_file=nkey_file,
+            tls=tls,
+            replicas=replicas,
+        )
+        await bus.open()
+        return bus
+
+    async def open(self) -> None:
+        """Connect, however long the broker takes to come, or `wait_seconds` at most.
+
+        Raises BusUnavailable, and InvalidSetting when the broker refuses the credentials.
+        """
+        if not self._is_open:
+            await self._connection.open(self._wait_seconds)
+            self._is_open = True
+
+    async def close(self) -> None:
+        """End all that this bus handed out, then the connection."""
+        while self._parts:
+            await self._parts.pop().close()
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.client is not None
+
+    def on_connection(self, callback: OnConnection) -> None:
+        # in its own turn, so that what it raises ends nothing of ours
+        def in_turn(is_connected: bool) -> None:
+            asyncio.get_running_loop().call_soon(callback, is_connected)
+
+        self._connection.on_connection(in_turn)
+
+    async def declare_stream(self, stream: StreamSpec) -> tuple[StreamDifference, ...]:
+        wanted = _config(stream)
+
+        async def declare(client: Client) -> StreamInfo:
+            manager = client.jsm()
+            try:
+                return await manager.stream_info(stream.name)
+            except NotFoundError:
+                pass
+            try:
+                return await manager.add_stream(wanted)
+            except BadRequestError as error:
+                if error.err_code != STREAM_NAME_IN_USE:
+                    raise
+                return await manager.stream_info(stream.name)
+
+        info = await self._connection.call(f"declare {stream.name}", declare)
+        differences = tuple(_differences(stream.name, wanted, info.config))
+        for difference in differences:
+            _logger.warning("%s; nothing was changed", difference)
+        return differences
+
+    def publisher(self, stream_name: str) -> NatsPublisher:
+        publisher = NatsPublisher(
+            self._connection,
+            stream_name,
+            self._max_unacked,
+            self._max_unacked_bytes,
+            self._ack_seconds,
+        )
+        publisher.start()
+        self._own(publisher)
+        return publisher
+
+    async def follow(
+        self,
+        stream_name: str,
+        from_sequence: int,
+        on_message: OnMessage,
+        on_hole: OnHole | None = None,
+        subjects: str | None = None,
+    ) -> NatsFollower:
+        follower = NatsFollower(
+            self._connection,
+            stream_name,
+            from_sequence,
+            on_message,
+            on_hole,
+            subjects,
+            self._pending_messages,
+            self._pending_bytes,
+        )
+        self._own(follower)
+        await follower.start()
+        return follower
+
+    async def first_sequence(self, stream_name: str) -> int:
+        state = (await self._info(stream_name)).state
+        return state.first_seq if state.messages else state.last_seq + 1
+
+    async def last_sequence(self, stream_name: str) -> int:
+        return (await self._info(stream_name)).state.last_seq
+
+    def read_range(self, stream_name: str, first: int, last: int) -> AsyncGenerator[Message, None]:
+        return read_range(self._connection, stream_name, first, last)
+
+    async def request(self, subject: str, payload: bytes, timeout_seconds: float) -> bytes:
+        answer = await self._connection.call(
+            f"request to {subject}",
+            lambda client: client.request(subject, payload, timeout_seconds),
+            timeout_seconds,
+        )
+        if answer.headers is not None and ERROR_HEADER in answer.headers:
+            raise RequestFailed(f"{subject}: {answer.headers[ERROR_HEADER]}")
+        return answer.data
+
+    async def serve(self, subject: str, handler: Handler) -> NatsService:
+        service = NatsService(self._connection, subject, handler)
+        self._own(service)
+        await service.start()
+        return service
+
+    def keys(self, bucket: str) -> NatsKeyValue:
+        return NatsKeyValue(self._connection, bucket, self._replicas, self._own)
+
+    def _own(self, part: _Part) -> None:
+        self._parts = [one for one in self._parts if not one.is_closed]
+        self._parts.append(part)
+
+    async def _info(self, stream_name: str) -> StreamInfo:
+        return await self._connection.call(
+            f"look at {stream_name}", lambda client: client.jsm().stream_info(stream_name)
+        )
+
+
+def _config(stream: StreamSpec) -> StreamConfig:
+    return StreamConfig(
+        name=stream.name,
+        subjects=list(stream.subjects),
+        retention=RetentionPolicy.LIMITS,
+        discard=DiscardPolicy.OLD,
+        storage=StorageType.FILE,
+        max_bytes=stream.max_bytes,
+        max_age=stream.max_age_seconds,
+        num_replicas=stream.replicas,
+        duplicate_window=min(stream.duplicate_window_seconds, stream.max_age_seconds),
+        allow_direct=True,
+    )
+
+
+def _differences(
+    stream_name: str, wanted: StreamConfig, found: StreamConfig
+) -> list[StreamDifference]:
+    limits = "subjects retention discard storage max_bytes max_age num_replicas duplicate_window"
+    pairs = ((limit, getattr(wanted, limit), getattr(found, limit)) for limit in limits.split())
+    return [
+        StreamDifference(stream_name, limit, str(want), str(have))
+        for limit, want, have in pairs
+        if want != have
+    ]

@@ -1,0 +1,358 @@
+"""One connection to NATS that is made again whenever it is lost.
+
+nats-py can reconnect by itself, but then sends what it had buffered before our publishers send
+again, so that new messages overtake old ones, and it gives up for good on some errors of the
+broker. So each nats-py client lives for one connection only; what uses it (`NatsPublisher`,
+`PushConsumer`, `NatsService`) starts over on the next one.
+"""
+
+import asyncio
+import logging
+import random
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import ParseResult, urlsplit
+
+import nats.errors
+from nats.aio.client import Client, Server
+from nats.aio.subscription import Subscription
+
+from kvatlas.events.bus import OnConnection
+from kvatlas.events.nats_errors import DRIVER_ERRORS, translate
+from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, KvatlasError, RequestTimedOut
+
+T = TypeVar("T")
+
+#: how long an exchange with the broker may take, unless its caller says otherwise
+EXCHANGE_SECONDS = 5.0
+#: a dead peer is noticed after three of these
+PING_SECONDS = 5
+#: nats-py waits without end when this much is unsent as the connection breaks; our publishers
+#: keep less in flight, so it never does
+UNSENT_BYTES = 64 << 20
+#: a lost client tells so, but not before the lost peer has taken what was unsent: look as well
+CHECK_SECONDS = 0.5
+CLOSE_SECONDS = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+class NatsConnection:
+    """Gives the present client to whoever asks, and tells when it comes and goes."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        name: str = "kvatlas",
+        creds_file: Path | None = None,
+        nkey_file: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        reconnect_seconds: float = 0.2,
+    ) -> None:
+        _check_key_file(creds_file)
+        _check_key_file(nkey_file)
+        self._servers = list(servers)
+        self._name = name
+        self._creds_file, self._nkey_file = creds_file, nkey_file
+        self._tls = tls
+        self._reconnect_seconds = reconnect_seconds
+        self._client: Client | None = None
+        #: done when the present client is lost; a new one for each client
+        self._gone: asyncio.Future[None] | None = None
+        self._up = asyncio.Event()
+        self._closed = False
+        self._supervisor: asyncio.Task[None] | None = None
+        #: pings under way; cancelling one on a live client would break nats-py's reader
+        self._pings: set[asyncio.Task[None]] = set()
+        self._on_connection: list[OnConnection] = []
+        self._on_refusal: list[Callable[[str], None]] = []
+        self._on_drop: list[Callable[[Subscription], None]] = []
+        self._failures = 0
+        #: how often a broker was reached
+        self.num_connects = 0
+        #: bytes that a message may have, as the last broker said
+        self.max_payload = 1 << 20
+
+    @property
+    def client(self) -> Client | None:
+        """The present client, None while the broker is away."""
+        return self._client
+
+    async def open(self, wait_seconds: float | None) -> None:
+        """Connect, trying until a broker is there or `wait_seconds` are over."""
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(first))
+        try:
+            async with asyncio.timeout(wait_seconds):
+                await first
+        except TimeoutError as error:
+            await self.close()
+            text = f"no broker at {self._where} within {wait_seconds} s"
+            raise BusUnavailable(text) from error
+        except (asyncio.CancelledError, KvatlasError):
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the connection and forget who listens. Closing twice is no error."""
+        self._closed = True
+        self._up.set()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait((self._supervisor,))
+        self._on_connection.clear()
+        self._on_refusal.clear()
+        self._on_drop.clear()
+
+    def on_connection(self, callback: OnConnection) -> Callable[[], None]:
+        """Call back with True after each connect and False at each loss; return how to stop."""
+        return _listen(self._on_connection, callback)
+
+    def on_refusal(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Call back with the broker's text, in lower case, when it denies a permission."""
+        return _listen(self._on_refusal, callback)
+
+    def on_drop(self, callback: Callable[[Subscription], None]) -> Callable[[], None]:
+        """Call back when nats-py has dropped a message of a subscription that is full."""
+        return _listen(self._on_drop, callback)
+
+    async def present(self) -> tuple[Client, asyncio.Future[None]]:
+        """Return the client and the future of its loss, once there is one."""
+        while not self._closed:
+            if self._client is not None and self._gone is not None:
+                return self._client, self._gone
+            await self._up.wait()
+        raise BusUnavailable("the bus is closed")
+
+    async def next_client(self, after: Client | None) -> Client:
+        """Return the present client once it is another one than `after`."""
+        while True:
+            client, gone = await self.present()
+            if client is not after:
+                return client
+            await asyncio.wait((gone,))
+
+    async def lost(self, client: Client) -> None:
+        """Return when the client is not, or no longer, the present one."""
+        if client is self._client and self._gone is not None:
+            await asyncio.wait((self._gone,))
+
+    async def call(
+        self,
+        what: str,
+        exchange: Callable[[Client], Awaitable[T]],
+        timeout_seconds: float = EXCHANGE_SECONDS,
+    ) -> T:
+        """Run one exchange with the broker and translate what goes wrong.
+
+        Waits for a connection first. Raises BusUnavailable when there is none in time or when
+        it is lost meanwhile, RequestTimedOut when the broker is there and does not answer.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                client, gone = await self.present()
+                return await _unless(gone, exchange(client), what)
+        except DRIVER_ERRORS as error:
+            if isinstance(error, TimeoutError):
+                late = f"{what}: no answer within {timeout_seconds} s"
+                raise (
+                    RequestTimedOut(late) if self._client else BusUnavailable("the broker is away")
+                ) from error
+            raise translate(error, what) from error
+
+    async def settle(self, client: Client) -> None:
+        """Return when the broker has handled all that was sent, or the client is lost."""
+        if client is not self._client or self._gone is None:
+            return
+        ping = asyncio.create_task(client.flush(timeout=86_400))
+        self._pings.add(ping)
+        ping.add_done_callback(self._pings.discard)
+        await asyncio.wait((ping, self._gone), return_when=asyncio.FIRST_COMPLETED)
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(map(_without_user, self._servers))
+
+    async def _supervise(self, first: asyncio.Future[None]) -> None:
+        while True:
+            life = asyncio.create_task(self._live(first))
+            try:
+                await asyncio.wait((life,))
+            finally:
+                life.cancel()
+                await asyncio.wait((life,))
+            if not life.cancelled() and (error := life.exception()) is not None:
+                # Only what is set wrongly gets here: an address or a file of keys.
+                if first.done():
+                    _logger.error("cannot connect", exc_info=error)
+                else:
+                    problem = f"cannot connect: {error}"
+                    first.set_exception(InvalidSetting("servers", self._where, problem))
+            await asyncio.sleep(self._reconnect_seconds * random.uniform(0.5, 1.5))
+
+    async def _live(self, first: asyncio.Future[None]) -> None:
+        client = Client()
+        try:
+            await self._connect(client, first)
+            await self._until_lost(client, first)
+        finally:
+            self._down(client)
+            if not (self._closed and client.is_connected):
+                _abort(client)
+            await _close(client)
+            await self._end_pings()
+
+    async def _connect(self, client: Client, first: asyncio.Future[None]) -> None:
+        async def on_error(error: Exception) -> None:
+            self._on_error(error, first)
+
+        async def on_loss() -> None:
+            _forget_unsent(client)
+            self._down(client)
+
+        await client.connect(
+            servers=self._servers,
+            name=self._name,
+            error_cb=on_error,
+            disconnected_cb=on_loss,
+            reconnect_to_server_handler=_stay_down,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=self._reconnect_seconds,  # type: ignore[arg-type]
+            ping_interval=PING_SECONDS,
+            pending_size=UNSENT_BYTES,
+            flush_timeout=EXCHANGE_SECONDS,
+            user_credentials=self._creds_file,
+            nkeys_seed=str(self._nkey_file) if self._nkey_file else None,
+            tls=self._tls,
+        )
+
+    async def _until_lost(self, client: Client, first: asyncio.Future[None]) -> None:
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._client, self._gone = client, gone
+        self._failures = 0
+        self.num_connects += 1
+        self.max_payload = client.max_payload
+        # what the cluster announced helps when the one that we know is the one that is lost
+        found = [_as_same_user(url, self._servers[0]) for url in client.discovered_servers]
+        self._servers += [url for url in found if url not in self._servers]
+        self._up.set()
+        if not first.done():
+            first.set_result(None)
+        if (url := client.connected_url) is not None:
+            _logger.info("connected to %s", _without_user(url.geturl()))
+        for callback in tuple(self._on_connection):
+            callback(True)
+        while client.is_connected and not gone.done():
+            await asyncio.wait((gone,), timeout=CHECK_SECONDS)
+
+    def _down(self, client: Client) -> None:
+        if client is not self._client or self._gone is None:
+            return
+        self._client = None
+        self._up.clear()
+        if self._closed:
+            self._up.set()
+        else:
+            _logger.warning("the connection to the broker is lost")
+        if not self._gone.done():
+            self._gone.set_result(None)
+        for callback in tuple(self._on_connection):
+            callback(False)
+
+    async def _end_pings(self) -> None:
+        for ping in (pings := tuple(self._pings)):
+            ping.cancel()
+        await asyncio.gather(*pings, return_exceptions=True)
+
+    def _on_error(self, error: Exception, first: asyncio.Future[None]) -> None:
+        text = str(error).lower()
+        if isinstance(error, nats.errors.SlowConsumerError):
+            for on_drop in tuple(self._on_drop):
+                on_drop(error.sub)
+        elif "permissions violation" in text:
+            _logger.error("the broker denies a permission: %s", text)
+            for callback in tuple(self._on_refusal):
+                callback(text)
+        elif isinstance(error, DRIVER_ERRORS):
+            if "authorization violation" in text and not first.done():
+                first.set_exception(InvalidSetting("credentials", "the broker", "it refuses them"))
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            _logger.log(level, "broker: %s", str(error) or type(error).__name__)
+        else:
+            _logger.error("a callback of the bus failed", exc_info=error)
+
+
+async def _unless(gone: asyncio.Future[None], exchange: Awaitable[T], what: str) -> T:
+    """Return what the exchange returns; raise BusUnavailable when the connection goes first."""
+    task = asyncio.ensure_future(exchange)
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise BusUnavailable(f"{what}: the connection was lost")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+        _ = task.cancelled() or task.exception()  # seen, should nobody raise it
+
+
+def _stay_down(_servers: list[Server], _info: dict[str, Any]) -> tuple[None, float]:
+    return None, 86_400.0  # how long nats-py waits before it reconnects: we close it first
+
+
+def _listen(listeners: list[T], callback: T) -> Callable[[], None]:
+    listeners.append(callback)
+
+    def stop() -> None:
+        if callback in listeners:
+            listeners.remove(callback)
+
+    return stop
+
+
+def _forget_unsent(client: Client) -> None:
+    # What nats-py has buffered must not reach the broker later: publishers send it again.
+    client._pending.clear()
+    client._pending_data_size = 0
+
+
+def _abort(client: Client) -> None:
+    # Closing a socket first waits for its peer to take what is unsent, and this peer is lost.
+    _forget_unsent(client)
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
+
+
+async def _close(client: Client) -> None:
+    # In a task: of a broken connection nats-py raises this and that, even a cancellation.
+    closing = asyncio.create_task(client.close())
+    await asyncio.wait((closing,), timeout=CLOSE_SECONDS)
+    closing.cancel()
+    await asyncio.wait((closing,))
+    _ = closing.cancelled() or closing.exception()
+
+
+def _without_user(url: str) -> str:
+    scheme, slashes, rest = url.rpartition("://")
+    return f"{scheme}{slashes}{rest.rpartition('@')[2]}"
+
+
+def _as_same_user(found: ParseResult, known: str) -> str:
+    user, at, _ = urlsplit(known).netloc.rpartition("@")
+    return found._replace(netloc=f"{user}{at}{found.netloc}").geturl()
+
+
+def _check_key_file(key_file: Path | None) -> None:
+    if key_file is None:
+        return
+    if not key_file.is_file():
+        raise InvalidSetting("credentials", str(key_file), "there is no such file")
+    if find_spec("nkeys") is None:
+        need = "needs the package nkeys: pip install 'nats-py[nkeys]'"
+        raise InvalidSetting("credentials", str(key_file), need)

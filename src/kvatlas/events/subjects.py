@@ -1,0 +1,89 @@
+"""The subjects of the bus, and how names become tokens of a subject.
+
+    kv.events.<model>.<worker>.<rank>     an instance's own events; only it may publish there
+    kv.control.<worker>.<rank>            records about an instance by others
+    kv.lease.<worker>.<rank>              request: lease blocks at the instance's sidecar
+    kv.inventory.<worker>.<rank>          request: publish your inventory
+    kv.decisions.<model>                  decisions of routers
+
+A token keeps letters, digits, `-` and `_`; every other byte of the UTF-8 name becomes `=XX`
+(upper-case hex), an empty name becomes `=`. So names never collide and never split a subject.
+"""
+
+import re
+
+from kvatlas.schemas.errors import InvalidSubject
+from kvatlas.schemas.ids import InstanceId
+
+_PLAIN = re.compile(rb"[A-Za-z0-9_-]")
+_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+
+
+def escape_token(name: str) -> str:
+    """Return the name as one token of a subject or key."""
+    if not name:
+        return "="
+    units = (bytes([unit]) for unit in name.encode())
+    return "".join(u.decode() if _PLAIN.match(u) else f"={u[0]:02X}" for u in units)
+
+
+def unescape_token(token: str) -> str:
+    """Return the name that a token stands for; raises InvalidSubject."""
+    if token == "=":
+        return ""
+    if not _TOKEN.fullmatch(token):
+        raise InvalidSubject(token)
+    plain = re.sub(r"=([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), token)
+    try:
+        return plain.encode("latin-1").decode()
+    except UnicodeDecodeError as error:
+        raise InvalidSubject(token) from error
+
+
+def events_subject(model: str, instance: InstanceId) -> str:
+    """Return where an instance publishes its events."""
+    return f"kv.events.{escape_token(model)}.{_instance(instance)}"
+
+
+def control_subject(instance: InstanceId) -> str:
+    """Return where others publish records about an instance."""
+    return f"kv.control.{_instance(instance)}"
+
+
+def lease_subject(instance: InstanceId) -> str:
+    """Return where an instance's sidecar answers lease requests."""
+    return f"kv.lease.{_instance(instance)}"
+
+
+def inventory_subject(instance: InstanceId) -> str:
+    """Return where an instance's sidecar is asked for its inventory."""
+    return f"kv.inventory.{_instance(instance)}"
+
+
+def decisions_subject(model: str) -> str:
+    """Return where routers publish decisions about a model."""
+    return f"kv.decisions.{escape_token(model)}"
+
+
+def parse_events_subject(subject: str) -> tuple[str, InstanceId]:
+    """Return (model, instance) of a subject made by `events_subject`; raises InvalidSubject."""
+    match subject.split("."):
+        case ["kv", "events", model, worker, rank] if rank.isascii() and rank.isdigit():
+            return unescape_token(model), InstanceId(unescape_token(worker), int(rank))
+        case _:
+            raise InvalidSubject(subject)
+
+
+def parse_instance_subject(subject: str) -> InstanceId:
+    """Return the instance of a control, lease or inventory subject; raises InvalidSubject."""
+    match subject.split("."):
+        case ["kv", "control" | "lease" | "inventory", worker, rank] if (
+            rank.isascii() and rank.isdigit()
+        ):
+            return InstanceId(unescape_token(worker), int(rank))
+        case _:
+            raise InvalidSubject(subject)
+
+
+def _instance(instance: InstanceId) -> str:
+    return f"{escape_token(instance.worker)}.{instance.rank}"

@@ -1,0 +1,354 @@
+"""The fast index: owns the arrays that the kernels walk, and alone knows how they grow."""
+
+import mmap
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import repeat
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.indexer import kernel
+from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
+from kvatlas.indexer.tree import ArrayRuns, radix_view
+from kvatlas.schemas.digest import TierDigest, index_key
+from kvatlas.schemas.errors import IndexFull, UnknownInstance
+from kvatlas.schemas.ids import NUM_TIERS, Tier
+
+_ALL_TIERS = (1 << NUM_TIERS) - 1
+_MAX_GROUPS = 1 << 16
+_MAX_CELLS = 1 << 32
+_U64 = np.dtype(np.uint64)
+#: kernels do not check a tier, so it goes through here
+_TIER_NUMBERS = tuple(int(tier) for tier in Tier)
+
+
+class MatchColumns(NamedTuple):
+    """The matches of a chain as arrays, one entry an instance, by number: no object per holder."""
+
+    instances: NDArray[np.uint32]
+    num_blocks: NDArray[np.uint32]
+    #: a row per tier
+    by_tier: NDArray[np.uint32]
+
+
+class FlatRadixIndex:
+    """Blocks in an open-addressing table, their holder sets interned: see kernel.py.
+
+    `max_bytes` bounds the memory, and that much address space is reserved at once; the system
+    gives memory when it is used. A store that would need more raises IndexFull, a removal never
+    does. Too low, blocks that engines hold are refused.
+    `segment_cells` is the unit in which the table grows: too low, the directory is large; too high,
+    an event waits longer for a split (50 us at 4,096 cells). `first_segments` are there at once.
+    `set_rows` and `set_words` are the room for holder sets at first. All four are powers of two.
+
+    For now an index is used from one thread: kernels run without the interpreter lock, and nothing
+    in here is locked. A sweep, which reclaims what forgotten instances held, is O(index).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int = 8 << 30,
+        max_instances: int = 1 << 16,
+        segment_cells: int = 1 << 12,
+        first_segments: int = 32,
+        set_rows: int = 1 << 9,
+        set_words: int = 1 << 11,
+    ) -> None:
+        kernel.warm()
+        self._max_bytes = max_bytes
+        self._max_instances = min(max_instances, _MAX_GROUPS * kernel.GROUP)
+        self._segment_cells = _checked("segment_cells", segment_cells, 4)
+        self._min_words = _checked("set_words", set_words, 2)
+        self._live: set[int] = set()
+        #: numbers whose slots may still stand in holder sets; not given out before a sweep
+        self._forgotten: set[int] = set()
+        #: numbers that no holder set names
+        self._free: list[int] = []
+        self._num_numbers = 0
+        #: per group, the bits of instances that are not forgotten
+        self._masks = np.zeros(1, np.uint64)
+        self._digests = np.zeros((kernel.GROUP, NUM_TIERS, 2), np.uint64)
+
+        num_segments = _checked("first_segments", first_segments, 2)
+        directory_bits = num_segments.bit_length() - 1
+        max_segments = min(max_bytes // self._segment_bytes(), _MAX_CELLS // segment_cells)
+        max_segments = max(max_segments, num_segments)
+        self._cells = _reserved(max_segments * segment_cells, kernel.NUM_HALVES)
+        self._segments = _reserved(max_segments, 2)
+        self._segments[:num_segments, kernel.BITS] = directory_bits
+        self._directory = np.arange(num_segments, dtype=np.uint32) * np.uint32(segment_cells)
+        self._state = np.zeros(kernel.NUM_STATES, np.uint64)
+        self._state[kernel.NUM_ROWS] = 1
+        self._state[kernel.NUM_SEGMENTS] = num_segments
+        self._state[kernel.DIRECTORY_SHIFT] = 64 - directory_bits
+        self._state[kernel.SEGMENT_BITS] = segment_cells.bit_length() - 1
+        self._state[kernel.MULTIPLIER] = secrets.randbits(64) | 1
+        num_rows = _checked("set_rows", set_rows, 2)
+        self._rows = np.zeros((num_rows, kernel.NUM_COLUMNS), np.uint64)
+        self._words = np.zeros(0, np.uint64)
+        self._replace_sets(num_rows, self._min_words)
+
+    # --- instances --------------------------------------------------------------------------
+
+    def add_instance(self) -> int:
+        if not self._free and self._is_sweep_due():
+            self._sweep()
+        if self._free:
+            instance = self._free.pop()
+        elif self._num_numbers < self._max_instances:
+            instance = self._num_numbers
+            self._num_numbers += 1
+            self._fit_instances()
+        else:
+            raise IndexFull(f"{len(self._live)} instances, the limit is {self._max_instances}")
+        self._live.add(instance)
+        self._masks[instance // kernel.GROUP] |= _instance_mask(instance)
+        return instance
+
+    def forget_instance(self, instance: int) -> None:
+        self._check_instance(instance)
+        self._live.remove(instance)
+        self._masks[instance // kernel.GROUP] &= ~_instance_mask(instance)
+        digests = self._digests[instance]
+        if digests[:, kernel.COUNT].any():
+            self._forgotten.add(instance)
+            digests[:] = 0
+        else:
+            self._free.append(instance)
+
+    def _is_sweep_due(self) -> bool:
+        num_forgotten = len(self._forgotten)
+        return num_forgotten >= max(16, len(self._live) // 4) or (
+            num_forgotten > 0 and self._num_numbers >= self._max_instances
+        )
+
+    # --- events -----------------------------------------------------------------------------
+
+    def store(self, instance: int, tier: Tier, parent: bytes, hashes: bytes) -> int:
+        check_hash(parent)
+        check_packed(hashes)
+        if instance not in self._live:
+            raise UnknownInstance(instance)
+        packed, number = np.frombuffer(parent + hashes, _U64), _TIER_NUMBERS[tier]
+        num_new, position = kernel.store(packed, 1, instance, number, *self._arrays)
+        while 2 * position < len(packed):
+            self._make_room()
+            more, position = kernel.store(packed, position, instance, number, *self._arrays)
+            num_new += more
+        return int(num_new)
+
+    def remove(self, instance: int, tier: Tier, hashes: bytes) -> int:
+        check_packed(hashes)
+        if instance not in self._live:
+            raise UnknownInstance(instance)
+        packed, number = np.frombuffer(hashes, _U64), _TIER_NUMBERS[tier]
+        num_held, position = kernel.remove(packed, 0, instance, number, *self._arrays)
+        while 2 * position < len(packed):
+            self._sweep(is_bounded=False)
+            more, position = kernel.remove(packed, position, instance, number, *self._arrays)
+            num_held += more
+        return int(num_held)
+
+    def clear(self, instance: int, tier: Tier | None) -> int:
+        self._check_instance(instance)
+        tiers = list(_TIER_NUMBERS if tier is None else _TIER_NUMBERS[tier : tier + 1])
+        digests = self._digests[instance]
+        num_cleared = int(digests[tiers, kernel.COUNT].sum())
+        if num_cleared:
+            while not self._take_out(instance, sum(1 << number for number in tiers)):
+                self._sweep(is_bounded=False)
+            digests[tiers] = 0
+        return num_cleared
+
+    def _take_out(self, instance: int, tier_bits: int) -> bool:
+        after = np.full(len(self._rows), kernel.FULL)
+        table = self._cells, self._segments
+        return kernel.clear(instance, tier_bits, after, *table, *self._sets, self._state)
+
+    # --- questions --------------------------------------------------------------------------
+
+    def match(self, chain: bytes) -> list[Match]:
+        instances, num_blocks, *by_tier = self._match(chain).tolist()
+        fields = zip(instances, num_blocks, zip(*by_tier, strict=True), strict=True)
+        # what Match(...) does, without a Python call per match
+        return list(map(tuple.__new__, repeat(Match), fields))
+
+    def match_columns(self, chain: bytes) -> MatchColumns:
+        """Return what `match` returns, as arrays."""
+        columns = self._match(chain)
+        return MatchColumns(columns[0], columns[1], columns[2:])
+
+    def _match(self, chain: bytes) -> NDArray[np.uint32]:
+        check_packed(chain)
+        return kernel.match(np.frombuffer(chain, _U64), *self._read_arrays)
+
+    def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:
+        check_hash(block_hash)
+        key = index_key(block_hash)
+        row = int(kernel.row_of(key, self._cells, self._directory, self._state))
+        return list(self._slots(row))
+
+    def digest(self, instance: int, tier: Tier) -> TierDigest:
+        self._check_instance(instance)
+        return TierDigest(*self._digests[instance, tier].tolist())
+
+    def num_blocks(self) -> int:
+        num_blocks = int(self._state[kernel.NUM_BLOCKS])
+        if self._forgotten:
+            num_blocks -= int(self._rows[self._num_holders() == 0, kernel.BLOCKS].sum())
+        return num_blocks
+
+    def memory_bytes(self) -> int:
+        num_segments = int(self._state[kernel.NUM_SEGMENTS])
+        return num_segments * self._segment_bytes() + self._other_bytes()
+
+    def _segment_bytes(self) -> int:
+        return 4 * (kernel.NUM_HALVES * self._segment_cells + 2)
+
+    def _other_bytes(self) -> int:
+        arrays = self._directory, *self._sets, self._digests, self._masks, self._state
+        return sum(array.nbytes for array in arrays)
+
+    def tree(self, depth: int, width: int) -> list[TreeNode]:
+        if self._forgotten:  # equal rows are then equal sets
+            self._sweep()
+        num_holders = self._num_holders()
+        columns = kernel.compress(self._cells, self._directory, num_holders, self._state)
+        return radix_view(ArrayRuns(columns, self._instances), depth, width)
+
+    def _slots(self, row: int) -> Iterator[tuple[int, Tier]]:
+        start, length = self._rows[row, : kernel.BLOCKS].tolist()
+        for word in self._words[start : start + length].tolist():
+            group = word >> int(kernel.GROUP_SHIFT)
+            live = word & int(self._masks[group])
+            for byte in range(kernel.GROUP):
+                for tier in Tier:
+                    if live >> (8 * byte + tier) & 1:
+                        yield group * kernel.GROUP + byte, tier
+
+    def _instances(self, row: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(instance for instance, _ in self._slots(row)))
+
+    def _num_holders(self) -> NDArray[np.uint32]:
+        num_holders = np.zeros(len(self._rows), np.uint32)
+        kernel.count_holders(self._rows, self._words, self._masks, num_holders, self._state)
+        return num_holders
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def _check_instance(self, instance: int) -> None:
+        if instance not in self._live:
+            raise UnknownInstance(instance)
+
+    # --- room -------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Add room of the kind that the last kernel lacked, or raise IndexFull."""
+        lacking = int(self._state[kernel.LACKING])
+        if lacking == kernel.SET_ROOM:
+            used_rows, used_words = self._sweep()
+            # collecting a last few rows again and again would cost more than it gives
+            if 8 * used_rows > 7 * len(self._rows) or 8 * used_words > 7 * len(self._words):
+                self._refuse()
+        elif self._forgotten:
+            self._sweep()
+        elif lacking == kernel.DIRECTORY_ROOM:
+            self._double_directory()
+        else:
+            self._refuse()
+
+    def _double_directory(self) -> None:
+        if self.memory_bytes() + self._directory.nbytes > self._max_bytes:
+            self._refuse()
+        self._directory = np.repeat(self._directory, 2)
+        self._state[kernel.DIRECTORY_SHIFT] -= np.uint64(1)
+        self._bind()
+
+    def _refuse(self) -> NoReturn:
+        raise IndexFull(
+            f"{self.num_blocks()} blocks in {self.memory_bytes()} bytes,"
+            f" the limit is {self._max_bytes}"
+        )
+
+    def _sweep(self, is_bounded: bool = True) -> tuple[int, int]:
+        """Reclaim what forgotten instances and unused sets occupy; return rows and words in use.
+
+        At least half of the room for sets is free afterwards, unless the limit forbids.
+        """
+        if self._forgotten:
+            forward = np.zeros(len(self._rows), np.uint32)
+            table = self._cells, self._segments
+            kernel.strip(*table, *self._sets, self._masks, forward, self._state)
+            self._free.extend(self._forgotten)
+            self._forgotten.clear()
+        in_use = self._rows[:, kernel.BLOCKS] > 0
+        # row 0, and a set of all groups that is being built
+        used_rows = 1 + int(np.count_nonzero(in_use))
+        used_words = 1 + len(self._masks) + int(self._rows[in_use, kernel.LENGTH].sum())
+        num_rows = max(len(self._rows), _power_of_two(2 * used_rows))
+        num_words = max(self._min_words, _power_of_two(2 * used_words))
+        more_bytes = 8 * (num_words - len(self._words))
+        more_bytes += 8 * kernel.NUM_COLUMNS * (num_rows - len(self._rows))
+        if is_bounded and self.memory_bytes() + more_bytes > self._max_bytes:
+            num_rows, num_words = len(self._rows), len(self._words)
+        self._replace_sets(num_rows, num_words)
+        return used_rows, used_words
+
+    def _replace_sets(self, num_rows: int, num_words: int) -> None:
+        if num_rows > len(self._rows):
+            rows = np.zeros((num_rows, kernel.NUM_COLUMNS), np.uint64)
+            rows[: len(self._rows)] = self._rows
+            self._rows = rows
+        words = np.zeros(num_words, np.uint64)
+        kernel.collect(self._rows, self._words, words, self._state)
+        self._words = words
+        self._bind()
+
+    def _bind(self) -> None:
+        """Gather the arrays as kernels take them; due whenever one is replaced."""
+        self._sets = self._rows, self._words
+        left_bytes = max(0, self._max_bytes - self._other_bytes())
+        max_segments = min(left_bytes // self._segment_bytes(), len(self._segments))
+        self._state[kernel.MAX_SEGMENTS] = max_segments
+        table = self._cells, self._directory
+        self._arrays = (*table, self._segments, *self._sets, self._digests, self._state)
+        self._read_arrays = (*table, *self._sets, self._masks, self._state)
+
+    def _fit_instances(self) -> None:
+        """Have a mask and digests for each number given out."""
+        if self._num_numbers > len(self._digests):
+            num_groups = 2 * len(self._masks)
+            masks = np.zeros(num_groups, np.uint64)
+            masks[: len(self._masks)] = self._masks
+            digests = np.zeros((num_groups * kernel.GROUP, NUM_TIERS, 2), np.uint64)
+            digests[: len(self._digests)] = self._digests
+            self._masks, self._digests = masks, digests
+            self._bind()
+
+
+def _reserved(num_lines: int, num_columns: int) -> NDArray[np.uint32]:
+    """Return zeros that take address space now, and memory where they are written to."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    region = mmap.mmap(-1, 4 * num_lines * num_columns, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(region, np.uint32).reshape(num_lines, num_columns)
+
+
+def _checked(name: str, value: int, least: int) -> int:
+    if value < least or value & (value - 1):
+        raise ValueError(f"{name} is {value}, expected a power of two, {least} or more")
+    return value
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()
+
+
+def _instance_mask(instance: int) -> np.uint64:
+    return np.uint64(_ALL_TIERS << 8 * (instance % kernel.GROUP))

@@ -1,0 +1,159 @@
+"""One instance as the fold knows it: its epoch, what it said of itself, and how far it is believed.
+
+damage (gap, resync, ...)  -->  degraded  -->  inventory of each tier that holds something,
+                                              then a matching digest of each  -->  exact
+"""
+
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from kvatlas.schemas.fleet import Trust, WorkerInfo
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.kv_events import Inventory
+
+#: bytes of hashes in an inventory that is not complete yet, per tier; more drops the set
+MAX_OPEN_INVENTORY_BYTES = 256 * 1024 * 1024
+
+
+class Damage(StrEnum):
+    """Why an instance is not believed exactly."""
+
+    #: the first batch seen of the epoch was not its first
+    unknown_history = "unknown_history"
+    #: batches of the epoch are missing
+    gap = "gap"
+    #: the instance lost events before they got a sequence
+    resync = "resync"
+    #: its own digest is not ours
+    digest_mismatch = "digest_mismatch"
+    #: one of its events could not be read
+    rejected_event = "rejected_event"
+    #: this reader lost a part of the stream; the instance's next batch tells whether it matters
+    stream_hole = "stream_hole"
+    #: the index had no room for what it holds
+    index_full = "index_full"
+    #: others found its KV wrong: it serves, but nothing of it counts as a match
+    quarantined = "quarantined"
+
+
+class OpenInventory(Struct):
+    """Parts of a tier's inventory so far; all came in order, the last as number `num_seen`."""
+
+    as_of_seq: int
+    parts: int
+    num_seen: int = 0
+    num_bytes: int = 0
+    runs: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
+
+    def take(self, part: Inventory) -> bool:
+        """Add the part if it is the one that follows; return whether it was."""
+        self.num_bytes += len(part.hashes)
+        if (part.as_of_seq, part.parts, part.part) != (
+            self.as_of_seq,
+            self.parts,
+            self.num_seen + 1,
+        ) or self.num_bytes > MAX_OPEN_INVENTORY_BYTES:
+            return False
+        self.num_seen = part.part
+        self.runs.append((part.root, part.hashes))
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no part is missing."""
+        return self.num_seen == self.parts
+
+
+class Instance(Struct):
+    """What the fold keeps of an instance; one object for all its epochs."""
+
+    id: InstanceId
+    epoch: int = 0
+    seq: int = 0
+    #: number in the index; None when it is gone or there was no room
+    number: int | None = None
+    info: WorkerInfo | None = None
+    trust: Trust = Trust.exact
+    #: why it is gone; empty while it is not
+    ended: str = ""
+    #: Damage -> detail, in order of appearance; empty exactly when trust is `exact`, or it is gone
+    damages: dict[Damage, str] = msgspec.field(default_factory=dict)
+    #: tiers replaced by a complete inventory since they were last in doubt
+    inventoried: set[Tier] = msgspec.field(default_factory=set)
+    #: those of `inventoried` whose digest has matched since
+    verified: set[Tier] = msgspec.field(default_factory=set)
+    open_inventories: dict[Tier, OpenInventory] = msgspec.field(default_factory=dict)
+    #: per tier: the newest sequence that did change it, or may have
+    changed_at: list[int] = msgspec.field(default_factory=lambda: [0] * NUM_TIERS)
+    #: an inventory has been asked for and has not healed it yet
+    wants_inventory: bool = False
+    #: (kind, reason) of the control records of this epoch
+    controls: set[tuple[str, str]] = msgspec.field(default_factory=set)
+    #: the expiry of this epoch has been noticed here
+    is_expiring: bool = False
+    last_event_ns: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known to be dead."""
+        return self.trust is Trust.gone
+
+    @property
+    def counts_in_matches(self) -> bool:
+        """Whether its blocks are worth anything to a request."""
+        return Damage.quarantined not in self.damages
+
+    @property
+    def trust_reasons(self) -> tuple[str, ...]:
+        """Why it is not exact."""
+        if self.is_gone:
+            return (self.ended,)
+        return tuple(f"{why}: {detail}" if detail else why for why, detail in self.damages.items())
+
+    def begin(self, epoch: int) -> None:
+        """Start an epoch: nothing of an earlier one is left."""
+        fresh = Instance(self.id, epoch=epoch)
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(fresh, name))
+
+    def end(self, reason: str) -> None:
+        """Become gone until the next epoch."""
+        self.trust, self.ended, self.info = Trust.gone, reason, None
+        self.damages.clear()
+        self.open_inventories.clear()
+        self.wants_inventory = False
+
+    def doubt(self, damage: Damage, detail: str) -> None:
+        """Take all tiers as unknown."""
+        self.damages.setdefault(damage, detail)
+        self.trust = Trust.degraded
+        self.inventoried.clear()
+        self.verified.clear()
+
+    def doubt_tier(self, tier: Tier, damage: Damage, detail: str) -> bool:
+        """Take one tier as unknown; return whether an inventory of it was what turned out wrong."""
+        had_inventory = tier in self.inventoried
+        self.damages.setdefault(damage, detail)
+        self.trust = Trust.degraded
+        self.inventoried.discard(tier)
+        self.verified.discard(tier)
+        return had_inventory
+
+    def clear_doubt(self, damage: Damage) -> None:
+        """Take back one damage that turned out to be none."""
+        self.damages.pop(damage, None)
+        self._settle()
+
+    def heal(self, held_tiers: set[Tier]) -> None:
+        """Become exact if inventories with matching digests cover all tiers that hold something."""
+        if self.inventoried and self.inventoried | held_tiers <= self.verified:
+            self.damages = {why: d for why, d in self.damages.items() if why is Damage.quarantined}
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self.damages:
+            self.trust = Trust.exact
+        if not set(self.damages) - {Damage.quarantined, Damage.index_full}:
+            self.wants_inventory = False

@@ -1,0 +1,57 @@
+"""Which leases have ended for long enough to count; pure, called by the index service."""
+
+from collections.abc import Iterable
+
+from kvatlas.events.leases import LeaseChange
+from kvatlas.schemas.ids import InstanceId
+
+
+class LeaseLapses:
+    """Follows the leases, and says whose is missing for too long.
+
+    A lease that was seen to end counts after `ended_seconds`, one that never was there after
+    `missing_seconds`. Nothing counts in the first `settling_seconds` after a connect, when holders
+    whose leases ran out during an outage take them again.
+    """
+
+    def __init__(
+        self, ended_seconds: float, missing_seconds: float, settling_seconds: float
+    ) -> None:
+        self._ended_seconds, self._missing_seconds = ended_seconds, missing_seconds
+        self._settling_seconds = settling_seconds
+        self._connected_at: float | None = None
+        #: instance -> epoch of its lease
+        self._held: dict[InstanceId, int] = {}
+        #: instances whose lease was seen to end and not to begin again
+        self._ended: set[InstanceId] = set()
+        #: (instance, epoch) without a lease -> since when
+        self._missing: dict[tuple[InstanceId, int], float] = {}
+
+    def take(self, change: LeaseChange) -> None:
+        """Take in what a lease did."""
+        if change.kind == "alive" and change.epoch is not None:
+            self._held[change.instance] = change.epoch
+            self._ended.discard(change.instance)
+        else:
+            self._held.pop(change.instance, None)
+            self._ended.add(change.instance)
+
+    def due(
+        self, alive: Iterable[tuple[InstanceId, int]], is_connected: bool, now: float
+    ) -> list[tuple[InstanceId, int]]:
+        """Return those of `alive`, instances with epochs, that are to be declared dead."""
+        if not is_connected:
+            self._connected_at = None
+            self._missing.clear()
+            return []
+        if self._connected_at is None:
+            self._connected_at = now
+        without = [(name, epoch) for name, epoch in alive if self._held.get(name, 0) < epoch]
+        self._missing = {each: self._missing.get(each, now) for each in without}
+        self._ended.intersection_update(name for name, _ in without)
+        if now - self._connected_at < self._settling_seconds:
+            return []
+        return [each for each in without if now - self._missing[each] >= self._grace(each[0])]
+
+    def _grace(self, instance: InstanceId) -> float:
+        return self._ended_seconds if instance in self._ended else self._missing_seconds

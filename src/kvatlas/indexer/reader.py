@@ -1,0 +1,149 @@
+"""The port that routers, pages and command lines read the index through, and its answers."""
+
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+from kvatlas.schemas.digest import TierDigest
+from kvatlas.schemas.fleet import Trust, WorkerInfo
+from kvatlas.schemas.ids import InstanceId, Tier
+
+
+class InstanceMatch(NamedTuple):
+    """How many leading blocks of a chain an instance holds, each counted at its best tier."""
+
+    instance: InstanceId
+    trust: Trust
+    num_blocks: int
+    by_tier: tuple[int, int, int, int, int]
+
+
+class InstanceView(Struct, frozen=True):
+    """An instance as others see it.
+
+    `info` is None until WorkerUp. `num_blocks` counts a block once in each tier that holds it.
+    `last_event_ns` is the broker's time of its newest message.
+    """
+
+    instance: InstanceId
+    epoch: int
+    seq: int
+    info: WorkerInfo | None
+    trust: Trust
+    trust_reasons: tuple[str, ...]
+    digests: dict[Tier, TierDigest]
+    num_blocks: int
+    last_event_ns: int
+
+
+class TreeRun(Struct, frozen=True):
+    """A run of blocks without a branch, held by the same instances; see TreeNode."""
+
+    hash_key: int
+    depth: int
+    num_blocks: int
+    holders: tuple[InstanceId, ...]
+    num_pairs: int
+    num_children: int
+    children: tuple["TreeRun", ...]
+
+
+class RejectedCount(Struct, frozen=True):
+    """How often something of one kind from one worker was skipped."""
+
+    worker: str
+    kind: str
+    count: int
+
+
+class IndexStats(Struct, frozen=True):
+    """What the fold has seen so far; counts only rise."""
+
+    stream_sequence: int
+    num_instances: int
+    num_blocks: int
+    memory_bytes: int
+    #: batches that counted, and the events in them that were understood
+    batches: int
+    events: int
+    gaps: int
+    #: batches that the gaps stand for
+    missing_batches: int
+    duplicates: int
+    old_epochs: int
+    ended_epochs: int
+    resyncs: int
+    digest_matches: int
+    digest_mismatches: int
+    inventories: int
+    #: sets of parts that were interrupted, out of date or too large
+    dropped_inventories: int
+    controls: int
+    ignored_controls: int
+    ignored_expiries: int
+    stream_holes: int
+    index_full: int
+    rejected: tuple[RejectedCount, ...]
+
+    @property
+    def rejected_total(self) -> int:
+        """Everything that was skipped."""
+        return sum(each.count for each in self.rejected)
+
+
+class IndexReader(Protocol):
+    """What the fleet holds, as of one stream sequence.
+
+    Answers are consistent with one another until the next await of the caller. An instance that is
+    gone is in `instances` for a while and in nothing else.
+    """
+
+    @property
+    def stream_sequence(self) -> int:
+        """Everything up to here is folded in."""
+        ...
+
+    @property
+    def fleet_version(self) -> int:
+        """Rises whenever an instance, its description or its trust changes."""
+        ...
+
+    def match(self, chain: bytes) -> list[InstanceMatch]:
+        """Return the instances that hold the first block of a packed chain. O(chain)."""
+        ...
+
+    def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
+        """Return who holds one block, and where. Raises InvalidBlock."""
+        ...
+
+    def instances(self) -> list[InstanceView]:
+        """Return every instance, gone ones included, by name."""
+        ...
+
+    def instance(self, instance: InstanceId) -> InstanceView | None:
+        """Return one instance, None if nothing is known of it."""
+        ...
+
+    def serving(self, model: str) -> list[InstanceView]:
+        """Return the instances that serve a model or adapter: up and not gone.
+
+        Made for every request: the list is shared and kept while `fleet_version` stands, so do not
+        change it; seq, digests and counts in it are those of its making.
+        """
+        ...
+
+    def tree(self, depth: int, width: int) -> list[TreeRun]:
+        """Return the top of the radix tree, hottest first. O(index): for people."""
+        ...
+
+    def stats(self) -> IndexStats:
+        """Return the counters. O(instances)."""
+        ...
+
+    def state_digest(self) -> str:
+        """Return 32 hex digits over instances, epochs, sequences and what each tier holds.
+
+        Two folds of the same messages have equal digests at every stream sequence, trust and
+        counters aside. O(instances).
+        """
+        ...

@@ -1,0 +1,61 @@
+"""What the fold has to tell people, as log lines that a bad worker cannot multiply."""
+
+import logging
+import time
+
+from kvatlas.indexer.stimuli import (
+    Effect,
+    ReportDivergence,
+    ReportGap,
+    ReportRejected,
+    ReportTrust,
+)
+from kvatlas.schemas.fleet import Trust
+
+#: one line per kind and worker in this time; what is left out is counted in the next one
+QUIET_SECONDS = 60.0
+#: kinds and workers told apart; beyond that all share one line
+MAX_KEYS = 1024
+
+
+class EffectLog:
+    """Writes effects to a logger, at most one line per kind and worker in QUIET_SECONDS."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        #: (kind, worker) -> when it was last written, and how many were left out since
+        self._written: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def report(self, effect: Effect, *, is_history: bool) -> None:
+        """Write the effect; what happened before we started only at debug level."""
+        match effect:
+            case ReportRejected(worker, kind, reason):
+                self._write(("rejected " + kind, worker), f"skipped {kind}: {reason}", is_history)
+            case ReportGap(instance, epoch, expected, found):
+                what = f"gap of {instance}, epoch {epoch}: expected {expected}, got {found}"
+                self._write(("gap", instance.worker), what, is_history)
+            case ReportDivergence(instance, tier, told, found):
+                what = f"{instance} holds {told.count} in {tier.name}, the index {found.count}"
+                self._write(("divergence", instance.worker), what, is_history)
+            case ReportTrust(instance, epoch, trust, reasons):
+                what = f"{instance}, epoch {epoch}: {trust} {', '.join(reasons)}".rstrip()
+                is_bad = trust is not Trust.exact
+                self._write((trust, instance.worker), what, is_history, is_bad)
+
+    def _write(
+        self, key: tuple[str, str], what: str, is_history: bool, is_bad: bool = True
+    ) -> None:
+        if is_history:
+            self._logger.debug("%s", what)
+            return
+        if key not in self._written and len(self._written) >= MAX_KEYS:
+            key = ("(any)", "(others)")
+        now = time.monotonic()
+        written_at, num_left_out = self._written.get(key, (-QUIET_SECONDS, 0))
+        if now - written_at < QUIET_SECONDS:
+            self._written[key] = (written_at, num_left_out + 1)
+            return
+        self._written[key] = (now, 0)
+        level = logging.WARNING if is_bad else logging.INFO
+        more = f" ({num_left_out} more of {key[1]} left out)" if num_left_out else ""
+        self._logger.log(level, "%s: %s%s", key[1], what, more)

@@ -1,0 +1,276 @@
+"""The index service: feeds IndexState from the bus and does what it asks for.
+
+    KV_EVENTS --follow--> stimulus_of --> IndexState.handle --> effects: records, inventories, logs
+    leases ----watch----> LeaseExpired ----^
+
+Decides nothing about blocks. Any number of replicas run beside each other, each on its own.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from typing import NamedTuple, Self
+
+from msgspec import Struct
+
+from kvatlas.events.bus import Bus, Message, Subscription
+from kvatlas.events.codec import encode
+from kvatlas.events.leases import watch_leases
+from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
+from kvatlas.events.subjects import control_subject
+from kvatlas.indexer.inventories import InventoryRequests
+from kvatlas.indexer.lapses import LeaseLapses
+from kvatlas.indexer.live import LiveIndex
+from kvatlas.indexer.reader import IndexReader
+from kvatlas.indexer.reports import EffectLog
+from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.stimuli import (
+    Effect,
+    HoleSeen,
+    LeaseExpired,
+    PublishControl,
+    RequestInventory,
+    Stimulus,
+    stimulus_of,
+)
+from kvatlas.schemas.errors import BusUnavailable, StreamRefused
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.kv_events import ControlRecord
+
+_logger = logging.getLogger(__name__)
+
+
+class Lag(NamedTuple):
+    """How far the index is behind: messages of the log, and seconds since the broker was heard."""
+
+    stream_sequences: int
+    seconds_since_contact: float
+
+
+class ServiceSettings(Struct, frozen=True):
+    """How patient the service is."""
+
+    #: how often the broker is asked for the log's end; rare makes `lag` coarse
+    poll_seconds: float = 1.0
+    #: silent for this long by the broker's clock is `stale`; below the interval of digests, live
+    #: instances look stale between them
+    stale_seconds: float = 15.0
+    #: an ended lease counts after this, unless it is taken again
+    lease_ended_seconds: float = 1.0
+    #: the same for an instance that was never seen with a lease
+    lease_missing_seconds: float = 30.0
+    #: nobody is declared dead this soon after a connect; below the interval of renewals, an outage
+    #: longer than a lease's time to live kills the whole fleet
+    lease_settling_seconds: float = 10.0
+    #: a first request for an inventory waits up to this, so that replicas do not ask at once
+    inventory_jitter_seconds: float = 0.2
+    inventory_timeout_seconds: float = 2.0
+    #: pause before asking again, doubled each time up to the maximum
+    inventory_retry_seconds: float = 1.0
+    inventory_max_retry_seconds: float = 30.0
+    #: requests under way at a time
+    max_inventory_requests: int = 8
+
+
+class IndexService:
+    """Keeps an IndexState at the end of the log for as long as it is entered.
+
+    Readers use `index`, which adds what time says to the fold's trust. It answers from the start:
+    before `is_ready` everybody is `catching_up`, and while the broker is away the answers grow
+    old, which `lag` tells. Entering raises StreamRefused where there is no log and BusUnavailable;
+    afterwards no message and no outage stops the service.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        state: IndexState,
+        *,
+        name: str = "indexer",
+        settings: ServiceSettings | None = None,
+    ) -> None:
+        self._bus, self.state, self._name = bus, state, name
+        self._settings = settings or ServiceSettings()
+        self._live = LiveIndex(state)
+        self.index: IndexReader = self._live
+        self._log = EffectLog(_logger)
+        self.inventories = InventoryRequests(
+            bus,
+            state,
+            jitter_seconds=self._settings.inventory_jitter_seconds,
+            timeout_seconds=self._settings.inventory_timeout_seconds,
+            retry_seconds=self._settings.inventory_retry_seconds,
+            max_retry_seconds=self._settings.inventory_max_retry_seconds,
+            max_requests=self._settings.max_inventory_requests,
+        )
+        self._lapses = LeaseLapses(
+            self._settings.lease_ended_seconds,
+            self._settings.lease_missing_seconds,
+            self._settings.lease_settling_seconds,
+        )
+        self._subscriptions: list[Subscription] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready = asyncio.Event()
+        #: the end of the log when this service started; ready once it is folded in
+        self._target = 0
+        self._last_in_stream = 0
+        self._heard_at = time.monotonic()
+        #: broker's time of the newest message, and when it came by our monotonic clock
+        self._newest_ns, self._newest_at = 0, 0.0
+        #: publish to fold in ns, of the latest live messages
+        self._delays_ns: deque[int] = deque(maxlen=4096)
+        self._records: asyncio.Queue[ControlRecord] = asyncio.Queue()
+        self.num_control_records = 0
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._target = await self._bus.last_sequence(KV_EVENTS)
+            self._last_in_stream = self._target
+            self._heard_at = time.monotonic()
+            leases = self._bus.keys(LEASES_BUCKET)
+            self._subscriptions.append(await watch_leases(leases, self._lapses.take))
+            self._subscriptions.append(
+                await self._bus.follow(KV_EVENTS, 1, self._on_message, self._on_hole)
+            )
+        except BaseException:
+            await self._close()
+            raise
+        self._check_ready()
+        for part in (self._poll(), self._publish_records(), self.inventories.run()):
+            self._start(part)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # --- what others ask ----------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything that was in the log when the service started is folded in."""
+        return self._ready.is_set()
+
+    async def wait_ready(self) -> None:
+        """Return when ready."""
+        await self._ready.wait()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker is there."""
+        return self._bus.connected
+
+    @property
+    def lag(self) -> Lag:
+        """How old answers may be."""
+        behind = max(self._last_in_stream - self.state.stream_sequence, 0)
+        return Lag(behind, time.monotonic() - self._heard_at)
+
+    def convergence_ms(self) -> dict[str, float]:
+        """Return how long the latest live messages took from the broker's store to the fold.
+
+        Compares the broker's clock with ours, so it means something on one host only.
+        """
+        delays = sorted(self._delays_ns)
+        if not delays:
+            return {}
+        return {
+            name: round(delays[int(part * (len(delays) - 1))] / 1e6, 3)
+            for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+        }
+
+    # --- the log ------------------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        self._handle(stimulus_of(message))
+        self._newest_ns, self._newest_at = message.broker_ns, time.monotonic()
+        if self.is_ready:
+            self._delays_ns.append(time.time_ns() - message.broker_ns)
+        else:
+            self._check_ready()
+
+    def _on_hole(self, expected: int, got: int) -> None:
+        _logger.warning("the log goes on at %d, expected %d", got, expected)
+        self._handle(HoleSeen(expected, got))
+        # a log that was lost and begun anew ends earlier, and its end is our new target
+        self._target = min(self._target, max(got - 1, 0)) if got < expected else self._target
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if not self.is_ready and self.state.stream_sequence >= self._target:
+            self._ready.set()
+            self._lay_trust()
+            for wanted in self.state.wanted_inventories():
+                self._execute(wanted)
+
+    def _handle(self, stimulus: Stimulus) -> None:
+        for effect in self.state.handle(stimulus):
+            self._execute(effect)
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case PublishControl(record):
+                self._records.put_nowait(record)
+            case RequestInventory(instance):
+                if self.is_ready:
+                    self.inventories.want(instance)
+            case _:
+                self._log.report(effect, is_history=not self.is_ready)
+
+    # --- what runs beside ---------------------------------------------------------------------
+
+    def _start(self, part: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(part)
+        task.add_done_callback(_log_failure)
+        self._tasks.append(task)
+
+    async def _poll(self) -> None:
+        """Look at the clock: contact with the broker, silence, ended leases."""
+        while True:
+            await asyncio.sleep(self._settings.poll_seconds)
+            try:
+                self._last_in_stream = await self._bus.last_sequence(KV_EVENTS)
+                self._heard_at = time.monotonic()
+            except (BusUnavailable, StreamRefused) as error:
+                _logger.debug("the end of the log is unknown: %s", error)
+            self._lay_trust()
+            if self.is_ready:
+                self._expire_leases()
+
+    def _lay_trust(self) -> None:
+        self._live.lay(not self.is_ready, self._silent() if self.is_ready else frozenset())
+
+    def _silent(self) -> frozenset[InstanceId]:
+        """Return who has said nothing for too long, all by the broker's clock."""
+        broker_ns = self._newest_ns + (time.monotonic() - self._newest_at) * 1e9
+        return self.state.silent_since(int(broker_ns - self._settings.stale_seconds * 1e9))
+
+    def _expire_leases(self) -> None:
+        due = self._lapses.due(self.state.alive(), self._bus.connected, time.monotonic())
+        for instance, epoch in due:
+            self._handle(LeaseExpired(instance, epoch, time.time_ns(), self._name))
+
+    async def _publish_records(self) -> None:
+        publisher = self._bus.publisher(KV_EVENTS)
+        while True:
+            record = await self._records.get()
+            try:
+                await publisher.publish(control_subject(record.instance), encode(record))
+                await publisher.flush()
+                self.num_control_records += 1
+            except (StreamRefused, BusUnavailable) as error:
+                _logger.error("the record about %s is not in the log: %s", record.instance, error)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("a part of the index service ended", exc_info=error)

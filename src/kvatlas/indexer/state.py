@@ -1,0 +1,493 @@
+"""The fold: stimuli in, effects out, and what the fleet holds in between.
+
+    stimulus --handle--> order within the instance --> one event at a time --> residency, trust
+                         (epoch before sequence)       of the instance         [effects]
+
+No I/O, no clock, no logger: the live service and a replay run exactly this, so equal histories give
+equal `state_digest`. What changes with time alone (silence, lag) is laid over it in overlay.py.
+"""
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from kvatlas.events.codec import DecodedBatch
+from kvatlas.events.ordering import SequenceTracker, Verdict
+from kvatlas.indexer.index import PrefixIndex
+from kvatlas.indexer.instances import Damage, Instance
+from kvatlas.indexer.reader import (
+    IndexReader,
+    IndexStats,
+    InstanceMatch,
+    InstanceView,
+    RejectedCount,
+    TreeRun,
+)
+from kvatlas.indexer.residency import Residency
+from kvatlas.indexer.stimuli import (
+    BatchArrived,
+    ControlArrived,
+    Effect,
+    HoleSeen,
+    LeaseExpired,
+    PayloadRejected,
+    PublishControl,
+    ReportDivergence,
+    ReportGap,
+    ReportRejected,
+    ReportTrust,
+    RequestInventory,
+    Stimulus,
+)
+from kvatlas.schemas.digest import TierDigest
+from kvatlas.schemas.errors import IndexFull
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.kv_events import (
+    WIRE_VERSION,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ControlRecord,
+    Digest,
+    EventBatch,
+    Inventory,
+    KvEvent,
+    NamespaceSeen,
+    RejectedEvent,
+    Resync,
+    WorkerDown,
+    WorkerUp,
+)
+
+__all__ = ["IndexReader", "IndexState", "IndexStats", "InstanceMatch", "InstanceView", "TreeRun"]
+
+#: (worker, kind) pairs of rejected events that are told apart; the rest counts together
+MAX_REJECTED_KINDS = 1024
+#: records about one epoch that are told apart; more are ignored
+MAX_CONTROLS = 64
+_NEXT, _GONE = Verdict.next, Trust.gone
+#: kinds of events whose loss can leave the index wrong
+_STATEFUL = frozenset(["stored", "removed", "cleared", "inventory", "resync", "malformed"])
+
+
+class _Counters(Struct):
+    """See IndexStats."""
+
+    batches: int = 0
+    events: int = 0
+    gaps: int = 0
+    missing_batches: int = 0
+    duplicates: int = 0
+    old_epochs: int = 0
+    ended_epochs: int = 0
+    resyncs: int = 0
+    digest_matches: int = 0
+    digest_mismatches: int = 0
+    controls: int = 0
+    ignored_controls: int = 0
+    ignored_expiries: int = 0
+    stream_holes: int = 0
+    index_full: int = 0
+
+
+class IndexState:
+    """Folds the log into an index, and says of each instance how far to believe it.
+
+    A batch is judged by its epoch, then by its sequence. A new epoch forgets the old one at once.
+    After a loss the instance goes on as `degraded` and is asked for an inventory, once per loss;
+    it is `exact` again when a complete inventory of each tier that holds something has been
+    followed by a digest equal to ours.
+
+    `max_gone` instances that are gone are remembered, so that stragglers of theirs stay without
+    effect; too few, and a very late batch brings a dead instance back, degraded, until its
+    lease is missed again.
+    """
+
+    def __init__(self, index: PrefixIndex, *, max_gone: int = 4096) -> None:
+        self._residency = Residency(index)
+        self._max_gone = max_gone
+        self._stream_sequence = 0
+        self._fleet_version = 0
+        self._order = SequenceTracker()
+        self._instances: dict[InstanceId, Instance] = {}
+        #: the gone ones, the longest gone first
+        self._gone: dict[InstanceId, None] = {}
+        self._counters = _Counters()
+        self._rejected: dict[tuple[str, str], int] = {}
+        #: model -> answer of `serving`, made at _serving_version
+        self._serving: dict[str, list[InstanceView]] = {}
+        self._serving_version = -1
+
+    # --- the fold -----------------------------------------------------------------------------
+
+    def handle(self, stimulus: Stimulus) -> list[Effect]:
+        """Take one stimulus in and return what is to be done about it.
+
+        Stimuli of the stream come in stream order; one that is not newer than `stream_sequence` is
+        ignored. No content of a message makes this raise.
+        """
+        effects: list[Effect] = []
+        match stimulus:
+            case BatchArrived():
+                if self._advance(stimulus.stream_sequence):
+                    self._take_batch(stimulus.decoded, stimulus.broker_ns, effects)
+            case ControlArrived():
+                if self._advance(stimulus.stream_sequence):
+                    self._take_control(stimulus.record, effects)
+            case PayloadRejected():
+                if self._advance(stimulus.stream_sequence):
+                    self._reject(stimulus.worker, stimulus.kind, stimulus.reason, effects)
+            case HoleSeen():
+                self._take_hole(stimulus, effects)
+            case LeaseExpired():
+                self._take_expiry(stimulus, effects)
+        return effects
+
+    def _advance(self, stream_sequence: int) -> bool:
+        if stream_sequence <= self._stream_sequence:
+            return False
+        self._stream_sequence = stream_sequence
+        return True
+
+    def _take_batch(self, decoded: DecodedBatch, broker_ns: int, effects: list[Effect]) -> None:
+        batch, rejected = decoded
+        # a plain tuple finds the same entry, and every batch passes here
+        known = self._instances.get((batch.worker, batch.rank))  # type: ignore[call-overload]
+        instance: Instance = known or self._instance(batch.instance)
+        trust = instance.trust if instance.epoch else None
+        verdict = self._order.judge(instance.id, batch.epoch, batch.seq)
+        if verdict is not _NEXT and not self._settle_order(instance, batch, verdict, effects):
+            return
+        if instance.damages and Damage.stream_hole in instance.damages:
+            instance.clear_doubt(Damage.stream_hole)
+        instance.seq = batch.seq
+        instance.last_event_ns = broker_ns
+        self._counters.batches += 1
+        for event in batch.events:
+            self._take_event(instance, event, effects)
+            if instance.trust is _GONE:
+                break
+        for skipped in rejected:
+            self._take_rejected(instance, skipped, effects)
+        if instance.damages:
+            instance.heal(set(self._residency.digests(instance)))
+        if instance.trust is not trust:
+            self._report_trust(instance, effects)
+
+    def _settle_order(
+        self, instance: Instance, batch: EventBatch, verdict: Verdict, effects: list[Effect]
+    ) -> bool:
+        """Deal with a batch that is not simply the next one; return whether it counts."""
+        match verdict:
+            case Verdict.duplicate:
+                self._counters.duplicates += 1
+                return False
+            case Verdict.old_epoch:
+                self._counters.old_epochs += 1
+                return False
+            case Verdict.ended_epoch:
+                self._counters.ended_epochs += 1
+                return False
+            case Verdict.new_epoch:
+                self._begin(instance, batch.epoch)
+        if batch.seq != instance.seq + 1:
+            self._take_gap(instance, batch.seq, effects)
+        return True
+
+    def _take_event(self, instance: Instance, event: KvEvent, effects: list[Effect]) -> None:
+        self._counters.events += 1
+        try:
+            match event:
+                case BlockStored():
+                    self._residency.store(instance, event)
+                case BlockRemoved():
+                    self._residency.remove(instance, event)
+                case Digest():
+                    self._take_digest(instance, event, effects)
+                case Inventory():
+                    self._residency.take_inventory(instance, event)
+                case AllBlocksCleared():
+                    self._residency.clear(instance, event)
+                case WorkerUp():
+                    instance.info = event.info
+                    self._fleet_version += 1
+                case WorkerDown():
+                    self._end(instance, instance.epoch, f"down: {event.reason}")
+                case Resync():
+                    self._counters.resyncs += 1
+                    self._damage(instance, Damage.resync, "", effects)
+                case NamespaceSeen():
+                    pass
+        except IndexFull as error:
+            self._take_index_full(instance, error)
+
+    # --- epochs and order ---------------------------------------------------------------------
+
+    def _instance(self, name: InstanceId) -> Instance:
+        instance = self._instances.get(name)
+        if instance is None:
+            instance = self._instances[name] = Instance(name)
+        return instance
+
+    def _begin(self, instance: Instance, epoch: int) -> None:
+        """Forget all of the instance's earlier epoch and give it an empty place."""
+        self._residency.release(instance)
+        self._gone.pop(instance.id, None)
+        instance.begin(epoch)
+        self._fleet_version += 1
+        try:
+            self._residency.admit(instance)
+        except IndexFull as error:
+            self._take_index_full(instance, error)
+
+    def _end(self, instance: Instance, epoch: int, reason: str) -> None:
+        """Let the instance be gone, and nothing up to this epoch count any more."""
+        self._residency.release(instance)
+        if epoch > instance.epoch:
+            instance.begin(epoch)
+        instance.end(reason)
+        self._order.end(instance.id, epoch)
+        self._fleet_version += 1
+        self._gone.pop(instance.id, None)
+        self._gone[instance.id] = None
+        while len(self._gone) > self._max_gone:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest], self._instances[oldest]
+            self._order.forget(oldest)
+
+    def _take_gap(self, instance: Instance, found: int, effects: list[Effect]) -> None:
+        expected = instance.seq + 1
+        self._counters.gaps += 1
+        self._counters.missing_batches += found - expected
+        effects.append(ReportGap(instance.id, instance.epoch, expected, found))
+        damage = Damage.gap if instance.seq else Damage.unknown_history
+        self._damage(instance, damage, f"expected {expected}, got {found}", effects)
+        instance.changed_at = [found - 1] * NUM_TIERS
+
+    # --- doubt --------------------------------------------------------------------------------
+
+    def _damage(
+        self, instance: Instance, damage: Damage, detail: str, effects: list[Effect]
+    ) -> None:
+        """Doubt all of an instance because of a new loss, and ask for its inventory."""
+        self._doubt(instance, damage, detail)
+        instance.wants_inventory = True
+        effects.append(RequestInventory(instance.id, instance.epoch))
+
+    def _doubt(self, instance: Instance, damage: Damage, detail: str) -> None:
+        for tier in list(instance.open_inventories):
+            self._residency.interrupt(instance, tier)
+        instance.doubt(damage, detail)
+
+    def _take_digest(self, instance: Instance, told: Digest, effects: list[Effect]) -> None:
+        self._residency.interrupt(instance, told.tier)
+        found = self._residency.digest(instance, told.tier)
+        if found == (told.count, told.xor):
+            self._counters.digest_matches += 1
+            if told.tier in instance.inventoried:
+                instance.verified.add(told.tier)
+            return
+        self._counters.digest_mismatches += 1
+        detail = f"{told.tier.name} holds {told.count} blocks, the index {found.count}"
+        is_news = instance.doubt_tier(told.tier, Damage.digest_mismatch, detail)
+        if is_news or not instance.wants_inventory:
+            instance.wants_inventory = True
+            claim = TierDigest(told.count, told.xor)
+            effects.append(ReportDivergence(instance.id, told.tier, claim, found))
+            effects.append(RequestInventory(instance.id, instance.epoch))
+
+    def _take_rejected(
+        self, instance: Instance, skipped: RejectedEvent, effects: list[Effect]
+    ) -> None:
+        self._reject(instance.id.worker, skipped.kind, skipped.reason, effects)
+        if skipped.kind not in _STATEFUL or instance.is_gone:
+            return
+        if instance.wants_inventory:
+            self._doubt(instance, Damage.rejected_event, skipped.kind)
+        else:
+            self._damage(instance, Damage.rejected_event, skipped.kind, effects)
+
+    def _take_index_full(self, instance: Instance, error: IndexFull) -> None:
+        self._counters.index_full += 1
+        self._doubt(instance, Damage.index_full, str(error))
+
+    # --- what is not a batch ------------------------------------------------------------------
+
+    def _take_control(self, record: ControlRecord, effects: list[Effect]) -> None:
+        known = self._instances.get(record.instance)
+        if record.epoch < (known.epoch if known else 1) or (
+            known and record.epoch == known.epoch and _says_nothing_new(record, known)
+        ):
+            self._counters.ignored_controls += 1
+            return
+        self._counters.controls += 1
+        instance = self._instance(record.instance)
+        trust = instance.trust if instance.epoch else None
+        if record.kind == "expired":
+            self._end(instance, record.epoch, f"expired: {record.reason}")
+        else:
+            if record.epoch > instance.epoch:
+                self._order.begin(instance.id, record.epoch)
+                self._begin(instance, record.epoch)
+            self._doubt(instance, Damage.quarantined, record.reason)
+        instance.controls.add((record.kind, record.reason))
+        if instance.trust is not trust:
+            self._report_trust(instance, effects)
+
+    def _take_hole(self, hole: HoleSeen, effects: list[Effect]) -> None:
+        """Doubt every instance until its next batch shows whether it lost something."""
+        self._counters.stream_holes += 1
+        self._stream_sequence = hole.got - 1
+        for instance in self._instances.values():
+            if instance.is_gone:
+                continue
+            trust = instance.trust
+            detail = f"{hole.expected} to {hole.got - 1}"
+            self._damage(instance, Damage.stream_hole, detail, effects)
+            if instance.trust is not trust:
+                self._report_trust(instance, effects)
+
+    def _take_expiry(self, expiry: LeaseExpired, effects: list[Effect]) -> None:
+        """Propose the end of an epoch; it ends when the record comes back through the log."""
+        instance = self._instances.get(expiry.instance)
+        if (
+            instance is None
+            or instance.epoch != expiry.epoch
+            or instance.is_gone
+            or instance.is_expiring
+        ):
+            self._counters.ignored_expiries += 1
+            return
+        instance.is_expiring = True
+        record = ControlRecord(
+            v=WIRE_VERSION,
+            worker=instance.id.worker,
+            rank=instance.id.rank,
+            epoch=instance.epoch,
+            kind="expired",
+            reason="lease",
+            by=expiry.seen_by,
+            ts_ns=expiry.now_ns,
+        )
+        effects.append(PublishControl(record))
+
+    def _reject(self, worker: str, kind: str, reason: str, effects: list[Effect]) -> None:
+        key = (worker, kind)
+        if key not in self._rejected and len(self._rejected) >= MAX_REJECTED_KINDS:
+            key = ("(others)", "(any)")
+        self._rejected[key] = self._rejected.get(key, 0) + 1
+        effects.append(ReportRejected(worker, kind, reason))
+
+    def _report_trust(self, instance: Instance, effects: list[Effect]) -> None:
+        self._fleet_version += 1
+        effects.append(
+            ReportTrust(instance.id, instance.epoch, instance.trust, instance.trust_reasons)
+        )
+
+    # --- answers: see IndexReader -------------------------------------------------------------
+
+    @property
+    def stream_sequence(self) -> int:
+        return self._stream_sequence
+
+    @property
+    def fleet_version(self) -> int:
+        return self._fleet_version
+
+    def match(self, chain: bytes) -> list[InstanceMatch]:
+        return self._residency.match(chain)
+
+    def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
+        return self._residency.holders(block_hash)
+
+    def instances(self) -> list[InstanceView]:
+        return [self._view(self._instances[name]) for name in sorted(self._instances)]
+
+    def instance(self, instance: InstanceId) -> InstanceView | None:
+        known = self._instances.get(instance)
+        return self._view(known) if known else None
+
+    def serving(self, model: str) -> list[InstanceView]:
+        if self._serving_version != self._fleet_version:
+            self._serving_version = self._fleet_version
+            self._serving.clear()
+            for view in self.instances():
+                if view.info is not None:
+                    for served in {*view.info.models, *view.info.adapters}:
+                        self._serving.setdefault(served, []).append(view)
+        return self._serving.get(model, [])
+
+    def tree(self, depth: int, width: int) -> list[TreeRun]:
+        return self._residency.tree(depth, width)
+
+    def stats(self) -> IndexStats:
+        rejected = sorted(self._rejected.items())
+        return IndexStats(
+            stream_sequence=self._stream_sequence,
+            num_instances=len(self._instances) - len(self._gone),
+            num_blocks=self._residency.num_blocks(),
+            memory_bytes=self._residency.memory_bytes(),
+            inventories=self._residency.num_inventories,
+            dropped_inventories=self._residency.num_dropped_inventories,
+            rejected=tuple(RejectedCount(*key, count) for key, count in rejected),
+            **msgspec.structs.asdict(self._counters),
+        )
+
+    def state_digest(self) -> str:
+        content = [
+            (*each.id, each.epoch, each.seq, each.is_gone, *self._residency.digests(each).items())
+            for each in sorted(self._instances.values(), key=lambda each: each.id)
+        ]
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(content))
+
+    # --- what a live service asks; see service.py ----------------------------------------------
+
+    def wants_inventory(self, instance: InstanceId) -> bool:
+        """Say whether the instance still waits for an inventory."""
+        known = self._instances.get(instance)
+        return known is not None and known.wants_inventory
+
+    def wanted_inventories(self) -> list[RequestInventory]:
+        """Return what a reader that has just caught up has to ask for."""
+        return [
+            RequestInventory(each.id, each.epoch)
+            for each in self._instances.values()
+            if each.wants_inventory
+        ]
+
+    def alive(self) -> list[tuple[InstanceId, int]]:
+        """Return instances and epochs that may lose their lease: not gone, nor about to be."""
+        return [
+            (each.id, each.epoch)
+            for each in self._instances.values()
+            if not each.is_gone and not each.is_expiring
+        ]
+
+    def silent_since(self, broker_ns: int) -> frozenset[InstanceId]:
+        """Return the instances, not gone, whose newest message is older than a broker's time."""
+        return frozenset(
+            each.id
+            for each in self._instances.values()
+            if not each.is_gone and each.last_event_ns < broker_ns
+        )
+
+    def _view(self, instance: Instance) -> InstanceView:
+        digests = self._residency.digests(instance)
+        return InstanceView(
+            instance=instance.id,
+            epoch=instance.epoch,
+            seq=instance.seq,
+            info=instance.info,
+            trust=instance.trust,
+            trust_reasons=instance.trust_reasons,
+            digests=digests,
+            num_blocks=sum(digest.count for digest in digests.values()),
+            last_event_ns=instance.last_event_ns,
+        )
+
+
+def _says_nothing_new(record: ControlRecord, instance: Instance) -> bool:
+    if instance.is_gone or (record.kind, record.reason) in instance.controls:
+        return True
+    return record.kind != "expired" and len(instance.controls) >= MAX_CONTROLS

@@ -1,0 +1,287 @@
+"""A worker to try things with: the reference engine, its sidecar, and vLLM-like HTTP in front.
+
+POST /v1/completions   serve a prompt, with the router's plan in `kv_transfer_params`
+POST /v1/reset         forget the cache
+GET  /v1/kv/digest     what the engine itself says that it holds, for comparison with the index
+GET  /health
+"""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from msgspec import Meta, Struct
+
+from kvatlas.http_server import http_server
+from kvatlas.schemas.digest import digest_of
+from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, Unavailable
+from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
+from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.routing import Plan
+from kvatlas.worker_hooks.channel import SidecarChannel
+from kvatlas.worker_hooks.hook import WorkerHook
+from kvatlas.worker_hooks.launch import SidecarProcess, start_sidecar
+from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.process import process_ended, signals_call
+from kvatlas.worker_hooks.reference.clock import ScaledClock
+from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
+from kvatlas.worker_hooks.reference.requests import Completion
+from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+
+MSGPACK = "application/x-msgpack"
+
+
+class SidecarEnded(Unavailable):
+    """A sidecar ended before its worker did."""
+
+
+class WorkerOptions(Struct, frozen=True):
+    """One reference worker; `folder` takes its shared memory, its ring and its socket."""
+
+    name: str
+    nats_url: str
+    creds: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    model: str = "reference"
+    num_blocks: int = 1_000
+    block_bytes: int = 16_384
+    block_tokens: int = 16
+    prefill_tokens_per_second: float = 20_000.0
+    decode_tokens_per_second: float = 50.0
+    speed: float = 1.0
+    folder: str = ""
+    transport: str = "nixl"
+    fleet_key: bytes = b""
+    lease_ttl_seconds: float = 5.0
+    digest_seconds: float = 2.0
+    pull_deadline_seconds: float = 2.0
+    max_outbox_bytes: int = 64 * 1024 * 1024
+    #: the worker stops when this process ends; 0 watches none
+    parent_pid: int = 0
+
+    def fingerprint(self) -> bytes:
+        """Return what has to be equal for two reference workers to exchange KV."""
+        layout = KvLayout(
+            self.model, "bytes", "shake_128", 1, 1, self.block_tokens, self.block_bytes
+        )
+        return layout.fingerprint()
+
+
+async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM, SIGINT or the end of the sidecar; `announce` is told the URL."""
+    stopped = asyncio.Event()
+    with _folder(options) as folder:
+        async with (
+            signals_call(lambda _: stopped.set()),
+            http_server(options.host, options.port) as server,
+            _engine(options, server.url, folder, stopped) as (engine, channel),
+            server.serving(create_worker_app(engine, channel, options.model)),
+        ):
+            announce(server.url)
+            watch = asyncio.create_task(_stop_with_parent(options.parent_pid, stopped))
+            await stopped.wait()
+            watch.cancel()
+
+
+@contextlib.contextmanager
+def _folder(options: WorkerOptions) -> Any:
+    """Yield where the worker's files lie: given, or in shared memory and gone afterwards."""
+    if options.folder:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
+        yield Path(options.folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="kvatlas-", dir=shared_memory_folder()) as folder:
+        yield Path(folder)
+
+
+def shared_memory_folder() -> str | None:
+    """Return the folder of shared memory, None where the system has none."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@contextlib.asynccontextmanager
+async def _engine(
+    options: WorkerOptions, base_url: str, folder: Path, stopped: asyncio.Event
+) -> AsyncGenerator[tuple[ReferenceEngine, SidecarChannel], None]:
+    hook = WorkerHook(RingWriter.create(folder / "ring", lists=True))
+    sidecar_options = _sidecar_options(options, base_url, folder)
+    sidecar = start_sidecar(sidecar_options)
+    watch = asyncio.create_task(_watch(sidecar, stopped))
+    try:
+        async with SidecarChannel(Path(sidecar_options.socket_path)) as channel:
+            await _until_ready(channel, sidecar)
+            with ServePool.attach(sidecar_options.path_of_pool) as pool:
+                clock = ScaledClock(options.speed)
+                engine = ReferenceEngine(_engine_options(options), hook, clock, pool, channel)
+                async with engine:
+                    yield engine, channel
+    finally:
+        watch.cancel()
+        await asyncio.to_thread(sidecar.stop)
+        hook.close()
+
+
+async def _until_ready(channel: SidecarChannel, sidecar: SidecarProcess) -> None:
+    ready = asyncio.create_task(channel.wait_ready())
+    ended = asyncio.create_task(process_ended(sidecar.pid))
+    try:
+        await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise SidecarEnded(f"the sidecar ended with status {sidecar.exit_status} at its start")
+        ready.result()
+    finally:
+        for task in (ready, ended):
+            task.cancel()
+        await asyncio.wait((ready, ended))
+
+
+async def _watch(sidecar: SidecarProcess, stopped: asyncio.Event) -> None:
+    """Stop the worker when its sidecar ends: without one it would hold blocks unheard of."""
+    await process_ended(sidecar.pid)
+    stopped.set()
+
+
+async def _stop_with_parent(parent_pid: int, stopped: asyncio.Event) -> None:
+    if parent_pid:
+        await process_ended(parent_pid)
+        stopped.set()
+
+
+def _engine_options(options: WorkerOptions) -> EngineOptions:
+    return EngineOptions(
+        model=options.model,
+        descriptor=NamespaceDescriptor(options.block_tokens),
+        num_blocks=options.num_blocks,
+        block_bytes=options.block_bytes,
+        prefill_tokens_per_second=options.prefill_tokens_per_second,
+        decode_tokens_per_second=options.decode_tokens_per_second,
+        pull_deadline_seconds=options.pull_deadline_seconds,
+        fleet_key=options.fleet_key,
+    )
+
+
+def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> SidecarOptions:
+    return SidecarOptions(
+        nats_url=options.nats_url,
+        creds_file=options.creds,
+        worker=options.name,
+        model=options.model,
+        base_url=base_url,
+        descriptor=NamespaceDescriptor(options.block_tokens),
+        kv_fingerprint=options.fingerprint(),
+        num_blocks=options.num_blocks,
+        ring_path=str(folder / "ring"),
+        socket_path=str(folder / "socket"),
+        pool_path=str(folder / "pool"),
+        num_slots=options.num_blocks,
+        block_bytes=options.block_bytes,
+        transport=options.transport,
+        fleet_key=options.fleet_key,
+        lease_ttl_seconds=options.lease_ttl_seconds,
+        digest_seconds=options.digest_seconds,
+        max_outbox_bytes=options.max_outbox_bytes,
+    )
+
+
+# --- HTTP -----------------------------------------------------------------------------------
+
+
+class _KvatlasParams(Struct, frozen=True):
+    plan: Plan | None = None
+    decision_id: str = ""
+
+
+class _TransferParams(Struct, frozen=True):
+    kvatlas: _KvatlasParams = _KvatlasParams()
+
+
+class _CompletionRequest(Struct, frozen=True):
+    """The part of an OpenAI completion request that an engine without a tokenizer can serve."""
+
+    model: str
+    prompt: bytes | tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
+    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 16
+    cache_salt: str | None = None
+    kv_transfer_params: _TransferParams = _TransferParams()
+
+
+_json_requests = msgspec.json.Decoder(_CompletionRequest)
+_msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest)
+
+
+def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: str) -> FastAPI:
+    """Return the HTTP application of one reference worker."""
+    app = FastAPI(title="kvatlas reference worker", docs_url=None, redoc_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await request.body()
+        asked = _decode(body, request.headers.get("content-type", ""))
+        if asked.model != model:
+            raise InvalidRequest("model", f"this worker serves {model!r}")
+        prompt = asked.prompt if isinstance(asked.prompt, bytes) else list(asked.prompt)
+        done = await engine.submit(
+            prompt, asked.max_tokens, asked.cache_salt, asked.kv_transfer_params.kvatlas.plan
+        )
+        return _json(_completion(asked, done))
+
+    @app.post("/v1/reset")
+    async def reset() -> Response:
+        return _json({"reset": engine.reset()})
+
+    @app.get("/v1/kv/digest")
+    async def digest() -> Response:
+        flushed = await channel.flush()
+        held = digest_of(engine.store.pool.cached_hashes())
+        digests = {Tier.hbm.name: {"count": held.count, "xor": f"{held.xor:016x}"}}
+        return _json({"epoch": flushed.epoch, "seq": flushed.seq, "digests": digests})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.exception_handler(InvalidInput)
+    async def invalid(_: Request, error: InvalidInput) -> Response:
+        return _json({"error": {"message": str(error), "type": type(error).__name__}}, 400)
+
+    @app.exception_handler(KvatlasError)
+    async def unavailable(_: Request, error: KvatlasError) -> Response:
+        return _json({"error": {"message": str(error), "type": type(error).__name__}}, 503)
+
+    return app
+
+
+def _decode(body: bytes, content_type: str) -> _CompletionRequest:
+    decoder = _msgpack_requests if content_type.startswith(MSGPACK) else _json_requests
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("body", str(error)) from error
+
+
+def _completion(asked: _CompletionRequest, done: Completion) -> dict[str, Any]:
+    cached = done.prompt_tokens - done.computed_tokens
+    return {
+        "id": f"cmpl-{asked.kv_transfer_params.kvatlas.decision_id}",
+        "object": "text_completion",
+        "model": asked.model,
+        "choices": [{"index": 0, "text": "", "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": done.output_tokens,
+            "total_tokens": done.prompt_tokens + done.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        },
+        "kvatlas": done,
+    }
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,118 @@
+"""What the router answers over HTTP, as JSON."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import CandidateScore, Plan
+
+
+class IndexAge(Struct, frozen=True):
+    """How far the index behind an answer may be believed.
+
+    `stream_sequence` is the last event folded in. `index_age_ms` is the time since the index was
+    known to be up to date: near zero while `connected`, and rising while the broker is away.
+    """
+
+    stream_sequence: int
+    index_age_ms: float
+    connected: bool
+
+
+class ScoreAnswer(Struct, frozen=True):
+    """The candidates of a prompt, the cheapest first; nothing is decided by asking."""
+
+    model: str
+    prompt_tokens: int
+    policy: str
+    chosen: InstanceId
+    candidates: tuple[CandidateScore, ...]
+    num_candidates: int
+    stream_sequence: int
+    index_age_ms: float
+    connected: bool
+
+
+class RouteAnswer(Struct, frozen=True):
+    """Where a request goes and how its prompt's KV gets there.
+
+    Forward the request to `base_url` with `kv_transfer_params` in its body, then report its end to
+    /v1/requests/{decision_id}/done.
+    """
+
+    decision_id: str
+    worker: str
+    rank: int
+    base_url: str
+    trust: Trust
+    match_tokens: int
+    match_tokens_by_tier: dict[str, int]
+    predicted_tokens: int
+    prompt_tokens: int
+    expected_ttft_ms: float
+    plan: Plan
+    kv_transfer_params: dict[str, dict[str, str | Plan]]
+    candidates: tuple[CandidateScore, ...]
+    num_candidates: int
+    reasons: tuple[str, ...]
+    policy: str
+    stream_sequence: int
+    index_age_ms: float
+    connected: bool
+
+
+class ReportAnswer(Struct, frozen=True):
+    """`applied` is False when the request no longer counted: reported before, or expired."""
+
+    decision_id: str
+    applied: bool
+
+
+class LoadAnswer(Struct, frozen=True):
+    """Load of an instance as far as this router gave it, and what it learnt of its speed."""
+
+    in_flight: int
+    queued_ms: float
+    work_ms: float
+    prefill_tokens_per_second: float
+    pull_tokens_per_second: float
+
+
+class DigestAnswer(Struct, frozen=True):
+    """What a tier holds: blocks, and the XOR of their mixed keys as 16 hex digits."""
+
+    count: int
+    xor: str
+
+
+class WorkerAnswer(Struct, frozen=True):
+    """One instance: what it is, what it holds, how far it is believed."""
+
+    worker: str
+    rank: int
+    epoch: int
+    seq: int
+    trust: Trust
+    trust_reasons: tuple[str, ...]
+    num_blocks: int
+    blocks_by_tier: dict[str, int]
+    digests: dict[str, DigestAnswer]
+    base_url: str
+    models: tuple[str, ...]
+    adapters: dict[str, str]
+    block_tokens: Annotated[int, Meta(description="0 while the instance has not introduced itself")]
+    hash_algorithm: str
+    role: str
+    last_event_age_ms: float
+    load: LoadAnswer | None
+
+
+class WorkersAnswer(Struct, frozen=True):
+    """All instances, those that are gone for a while included, by name."""
+
+    workers: tuple[WorkerAnswer, ...]
+    stream_sequence: int
+    index_age_ms: float
+    connected: bool

@@ -1,0 +1,121 @@
+"""The HTTP application: hot routes as bare ASGI in front of a FastAPI control API.
+
+    request --RouterApp--> path of a hot route? --> HotRoutes --> MeteredRouter --> RouterService
+                           any other            --> FastAPI: control_routes
+
+It translates and wires; policies decide. Every error is a problem document.
+"""
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from kvatlas import __version__
+from kvatlas.router.control import control_routes
+from kvatlas.router.hot import HotRoutes, Message, Receive, Scope, Send
+from kvatlas.router.metrics import MeteredRouter, RouterMetrics, StateCollector
+from kvatlas.router.openapi import complete
+from kvatlas.router.problems import (
+    MEDIA_TYPE,
+    Boundary,
+    Problem,
+    headers_of,
+    problem,
+    problem_of,
+)
+from kvatlas.router.service import RouterService
+from kvatlas.schemas.errors import KvatlasError
+
+
+class RouterApp(FastAPI):
+    """A FastAPI application that answers the hot routes before FastAPI sees them."""
+
+    def __init__(self, service: RouterService) -> None:
+        super().__init__(
+            title="kvatlas router",
+            version=__version__,
+            summary="Which worker holds how much of a prompt, and where a request goes",
+            docs_url=None,  # both pages load their code from elsewhere
+            redoc_url=None,
+        )
+        self.service = service
+        self.metrics = RouterMetrics()
+        self.metrics.registry.register(StateCollector(service))
+        router = MeteredRouter(service, self.metrics)
+        self._hot = HotRoutes(router, service.settings, self.metrics.answered)
+        self.include_router(control_routes(service, self.metrics.registry))
+        self.add_exception_handler(KvatlasError, _our_error)
+        self.add_exception_handler(HTTPException, _http_error)
+        self.add_exception_handler(RequestValidationError, _invalid)
+        self.add_exception_handler(Exception, _unexpected)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, hot routes included."""
+        if self.openapi_schema is None:
+            self.openapi_schema = complete(super().openapi())
+        return self.openapi_schema
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection or request."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        template = self._hot.template(scope["path"])
+        if template is not None:
+            await self._hot(template, scope, receive, send)
+            return
+        await self._control(scope, receive, send)
+
+    async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        # Starlette answers an unexpected error through `_unexpected` and then raises it again.
+        with Boundary(scope["path"]):
+            await super().__call__(scope, receive, watch)
+        route = scope.get("route")
+        self.metrics.answered(getattr(route, "path", "(unmatched)"), status)
+
+
+def create_app(service: RouterService) -> RouterApp:
+    """Return the application over a router; whoever owns the router's index and log runs it."""
+    return RouterApp(service)
+
+
+def _answer(found: Problem, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        found.encoded(),
+        found.status,
+        {**headers_of(found.status), **(headers or {})},
+        media_type=MEDIA_TYPE,
+    )
+
+
+async def _our_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, KvatlasError)
+    return _answer(problem_of(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = f"{request.method} {request.url.path[:256]}: {HTTPStatus(error.status_code).phrase}"
+    return _answer(problem(error.status_code, detail), dict(error.headers or {}))
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"][1:]) or "request"
+    return _answer(problem(400, str(first["msg"]), field))
+
+
+async def _unexpected(_: Request, __: Exception) -> Response:
+    return _answer(problem(500, "an unexpected error; the log has it"))

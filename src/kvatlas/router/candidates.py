@@ -1,0 +1,189 @@
+"""Who may serve a prompt and how much of it they hold.
+
+    model --serving--> instances --namespace--> groups --hash once--> chains --match--> candidates
+
+Instances that cut and name blocks alike form a group: the prompt is hashed and matched once for
+each group, and compared in tokens across them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvatlas.indexer.reader import IndexReader, InstanceView
+from kvatlas.router.loads import Loads
+from kvatlas.router.overlay import Life, Overlay
+from kvatlas.router.pricing import NOTHING_HELD
+from kvatlas.router.requests import ScoreRequest
+from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
+from kvatlas.schemas.fleet import NamespaceDescriptor, Role, WorkerInfo
+from kvatlas.schemas.hashing import BlockHasher
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import Candidate, ChainGroup
+
+MAX_CACHED_MODELS = 256
+MAX_CACHED_HASHERS = 1024
+
+
+class GroupKey(NamedTuple):
+    """What candidates of a group have in common: with a salt, their namespace."""
+
+    model: str
+    descriptor: NamespaceDescriptor
+    lora: str | None
+
+
+class Lineup(NamedTuple):
+    """The instances that may serve a model or adapter; holds as long as the fleet stands."""
+
+    views: tuple[InstanceView, ...]
+    infos: tuple[WorkerInfo, ...]
+    groups: tuple[GroupKey, ...]
+    #: of each view, its position in `groups`
+    group_of: tuple[int, ...]
+    #: of each view, equal where KV may be exchanged; 0 where it may not
+    kv_class_of: tuple[int, ...]
+
+
+class Gathered(NamedTuple):
+    """All about the candidates of a request; the tuples are in one order."""
+
+    lineup: Lineup
+    candidates: tuple[Candidate, ...]
+    #: of each group, the prompt's chain; not to be recorded if the prompt is salted
+    chains: tuple[bytes, ...]
+
+
+class Candidates:
+    """Finds the candidates of requests, over an index that somebody else keeps up to date."""
+
+    def __init__(
+        self, index: IndexReader, loads: Loads, overlay: Overlay, fleet_key: bytes
+    ) -> None:
+        self._index, self._loads, self._overlay = index, loads, overlay
+        self._fleet_key = fleet_key
+        self._fleet_version = -1
+        self._lineups: dict[tuple[str, str | None], Lineup] = {}
+        #: without a salt only, so that no salt outlives its request
+        self._hashers: OrderedDict[GroupKey, BlockHasher] = OrderedDict()
+
+    def gather(self, request: ScoreRequest, now: float) -> Gathered:
+        """Return who may serve the request.
+
+        Raises UnknownModel, InvalidRequest (an adapter that nobody has) and NoCandidate.
+        """
+        lineup = self._lineup(request.model, request.lora)
+        chains = tuple(self._chain(key, request) for key in lineup.groups)
+        held: list[dict[InstanceId, tuple[int, int, int, int, int]]] = []
+        predicted: dict[Life, int] = {}
+        for chain in chains:
+            matches = self._index.match(chain)
+            held.append({match.instance: match.by_tier for match in matches})
+            num_held = {match.instance: match.num_blocks for match in matches}
+            predicted |= self._overlay.beyond(chain, num_held, now)
+        load_of = self._loads.of
+        candidates = []
+        for view, info, group, kv_class in zip(
+            lineup.views, lineup.infos, lineup.group_of, lineup.kv_class_of, strict=True
+        ):
+            instance = view.instance
+            load = load_of(instance, view.epoch, info.model, now)
+            candidates.append(
+                Candidate(
+                    instance.worker,
+                    instance.rank,
+                    view.trust,
+                    group,
+                    info.descriptor.block_tokens,
+                    kv_class,
+                    held[group].get(instance, NOTHING_HELD),
+                    predicted.get((instance, view.epoch), 0),
+                    *load,
+                )
+            )
+        return Gathered(lineup, tuple(candidates), chains)
+
+    def _lineup(self, model: str, lora: str | None) -> Lineup:
+        if self._fleet_version != self._index.fleet_version:
+            self._fleet_version = self._index.fleet_version
+            self._lineups.clear()
+        lineup = self._lineups.get((model, lora))
+        if lineup is None:
+            if len(self._lineups) >= MAX_CACHED_MODELS:
+                self._lineups.clear()
+            lineup = self._lineups[model, lora] = line_up(self._index.serving(model), model, lora)
+        return lineup
+
+    def _chain(self, key: GroupKey, request: ScoreRequest) -> bytes:
+        return self._hasher(key, request.cache_salt).chain(request.tokens, request.extras)
+
+    def _hasher(self, key: GroupKey, cache_salt: str | None) -> BlockHasher:
+        namespace = key.descriptor.namespace(key.model, key.lora, cache_salt)
+        if cache_salt is not None:
+            return BlockHasher(namespace, self._fleet_key)
+        hasher = self._hashers.get(key)
+        if hasher is None:
+            hasher = self._hashers[key] = BlockHasher(namespace, self._fleet_key)
+            if len(self._hashers) > MAX_CACHED_HASHERS:
+                self._hashers.popitem(last=False)
+        return hasher
+
+
+def line_up(serving: Iterable[InstanceView], model: str, lora: str | None) -> Lineup:
+    """Sort out who may serve `model`, which may be an adapter's name.
+
+    Raises UnknownModel, InvalidRequest (an adapter that nobody has) and NoCandidate.
+    """
+    known = [(view, view.info) for view in serving if view.info is not None]
+    if not known:
+        raise UnknownModel(model)
+    able = [(view, info, key) for view, info in known if (key := _group_key(info, model, lora))]
+    if not able:
+        raise InvalidRequest("lora", "no worker of the model has this adapter")
+    chosen = [(view, info, key) for view, info, key in able if info.role is not Role.decode]
+    if not chosen:
+        raise NoCandidate(model, "all of its workers only decode")
+    groups: dict[GroupKey, int] = {}
+    kv_classes: dict[tuple[int, bytes], int] = {}
+    group_of, kv_class_of = [], []
+    for _, info, key in chosen:
+        group_of.append(group := groups.setdefault(key, len(groups)))
+        exchange = group, info.kv_fingerprint
+        kv_class_of.append(
+            kv_classes.setdefault(exchange, len(kv_classes) + 1) if info.kv_fingerprint else 0
+        )
+    return Lineup(
+        views=tuple(view for view, _, _ in chosen),
+        infos=tuple(info for _, info, _ in chosen),
+        groups=tuple(groups),
+        group_of=tuple(group_of),
+        kv_class_of=tuple(kv_class_of),
+    )
+
+
+def recorded_groups(
+    lineup: Lineup, chains: tuple[bytes, ...], salted: bool
+) -> tuple[ChainGroup, ...]:
+    """Return the groups as decisions keep them: without hashes if the prompt is salted."""
+    return tuple(
+        ChainGroup(
+            key.model,
+            key.descriptor.block_tokens,
+            key.descriptor.algorithm,
+            key.lora,
+            salted,
+            b"" if salted else chain,
+        )
+        for key, chain in zip(lineup.groups, chains, strict=True)
+    )
+
+
+def _group_key(info: WorkerInfo, model: str, lora: str | None) -> GroupKey | None:
+    """Return the namespace of a request at a worker, None if the worker lacks the adapter."""
+    if model in info.models:
+        if lora is not None and info.adapters.get(lora) not in info.models:
+            return None
+        return GroupKey(info.model, info.descriptor, lora)
+    if lora not in (None, model):
+        raise InvalidRequest("lora", "the model is an adapter itself")
+    return GroupKey(info.model, info.descriptor, model)

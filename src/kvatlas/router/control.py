@@ -1,0 +1,243 @@
+"""The control API: what people, load balancers and dashboards ask. All of it only reads."""
+
+import time
+from importlib.resources import files
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Query, Response
+from msgspec import Struct
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from kvatlas import __version__
+from kvatlas.indexer.reader import IndexStats, InstanceView, TreeRun
+from kvatlas.router.answers import (
+    DigestAnswer,
+    IndexAge,
+    LoadAnswer,
+    WorkerAnswer,
+    WorkersAnswer,
+)
+from kvatlas.router.hot import MAX_DECISION_ID
+from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
+from kvatlas.router.service import RouterService
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import Decision
+
+#: the page loads nothing from elsewhere and runs nothing that is not in it
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+class Health(Struct, frozen=True):
+    """The process runs."""
+
+    status: str
+    version: str
+
+
+class Readiness(Struct, frozen=True):
+    """The index has caught up with what the stream held when it started."""
+
+    status: str
+    stream_sequence: int
+    index_age_ms: float
+    connected: bool
+
+
+class StatsAnswer(Struct, frozen=True):
+    """Counters of the index, and how far it may be believed."""
+
+    index: IndexStats
+    rejected_total: int
+    #: equal for readers at the same stream sequence, replays included
+    state_digest: str
+    #: from the broker's store to the index, of the latest events; empty before any
+    convergence_ms: dict[str, float]
+    sequences_behind: int
+    stream_sequence: int
+    index_age_ms: float
+    connected: bool
+
+
+class TreeNodeAnswer(Struct, frozen=True):
+    """A run of blocks without a branch; `hash_key` is the index key of its first block, in hex."""
+
+    hash_key: str
+    depth: int
+    num_blocks: int
+    holders: tuple[InstanceId, ...]
+    num_pairs: int
+    num_children: int
+    children: tuple["TreeNodeAnswer", ...]
+
+
+class TreeAnswer(Struct, frozen=True):
+    """The top of the radix tree, the hottest first."""
+
+    runs: tuple[TreeNodeAnswer, ...]
+    stream_sequence: int
+
+
+#: what the routes answer, for the OpenAPI document
+ANSWERS = (Health, Readiness, WorkersAnswer, StatsAnswer, TreeAnswer, Decision)
+
+
+def control_routes(service: RouterService, registry: CollectorRegistry) -> APIRouter:
+    """Return the routes of the control API."""
+    routes = APIRouter(default_response_class=Response)
+
+    @routes.get("/", summary="Live page", responses={200: {"content": {"text/html": {}}}})
+    async def page() -> Response:
+        return Response(
+            (files("kvatlas.router") / "page.html").read_bytes(),
+            media_type="text/html",
+            headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-store"},
+        )
+
+    @routes.get("/healthz", summary="The process runs", responses=_json_of(Health))
+    async def healthz() -> Response:
+        return _json(Health("ok", __version__))
+
+    @routes.get(
+        "/readyz", summary="The index has caught up", responses=_json_of(Readiness, problems=[503])
+    )
+    async def readyz() -> Response:
+        feed, age = service.feed, _age(service)
+        if feed.is_ready:
+            return _json(Readiness("ready", age.stream_sequence, age.index_age_ms, age.connected))
+        why = problem(
+            503,
+            f"the index is catching up: at {age.stream_sequence} of the stream, "
+            f"{feed.lag.stream_sequences} behind"
+            + ("" if feed.connected else "; the broker is away"),
+        )
+        return Response(why.encoded(), 503, headers_of(503), MEDIA_TYPE)
+
+    @routes.get("/metrics", summary="Prometheus metrics", responses=_text())
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @routes.get("/v1/workers", summary="All workers", responses=_json_of(WorkersAnswer))
+    async def workers() -> Response:
+        views = tuple(_worker(service, view) for view in service.index.instances())
+        age = _age(service)
+        return _json(WorkersAnswer(views, age.stream_sequence, age.index_age_ms, age.connected))
+
+    @routes.get("/v1/index/stats", summary="Counters of the index", responses=_json_of(StatsAnswer))
+    async def stats() -> Response:
+        age, behind = _age(service), service.feed.lag.stream_sequences
+        index = service.index.stats()
+        return _json(
+            StatsAnswer(
+                index,
+                index.rejected_total,
+                service.index.state_digest(),
+                service.feed.convergence_ms(),
+                behind,
+                age.stream_sequence,
+                age.index_age_ms,
+                age.connected,
+            )
+        )
+
+    @routes.get(
+        "/v1/index/tree",
+        summary="The top of the radix tree",
+        responses=_json_of(TreeAnswer, problems=[400]),
+    )
+    async def tree(
+        depth: Annotated[int, Query(ge=1, le=16)] = 3,
+        width: Annotated[int, Query(ge=1, le=64)] = 8,
+    ) -> Response:
+        runs = tuple(_node(run) for run in service.index.tree(depth, width))
+        return _json(TreeAnswer(runs, service.index.stream_sequence))
+
+    @routes.get(
+        "/v1/decisions/{decision_id}",
+        summary="A recent decision with everything that it was made of",
+        responses=_json_of(Decision, problems=[404]),
+    )
+    async def decision(
+        decision_id: Annotated[str, Path(max_length=MAX_DECISION_ID)],
+    ) -> Response:
+        return _json(service.decision(decision_id))
+
+    return routes
+
+
+def _age(service: RouterService) -> IndexAge:
+    lag = service.feed.lag
+    return IndexAge(
+        service.index.stream_sequence, 1000 * lag.seconds_since_contact, service.feed.connected
+    )
+
+
+def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
+    info, load = view.info, service.load_of(view.instance)
+    return WorkerAnswer(
+        worker=view.instance.worker,
+        rank=view.instance.rank,
+        epoch=view.epoch,
+        seq=view.seq,
+        trust=view.trust,
+        trust_reasons=view.trust_reasons,
+        num_blocks=view.num_blocks,
+        blocks_by_tier={tier.name: d.count for tier, d in view.digests.items() if d.count},
+        digests={
+            tier.name: DigestAnswer(digest.count, f"{digest.xor:016x}")
+            for tier, digest in view.digests.items()
+            if digest.count
+        },
+        base_url=info.base_url if info else "",
+        models=info.models if info else (),
+        adapters=info.adapters if info else {},
+        block_tokens=info.descriptor.block_tokens if info else 0,
+        hash_algorithm=info.descriptor.algorithm if info else "",
+        role=info.role if info else "",
+        last_event_age_ms=max((time.time_ns() - view.last_event_ns) / 1e6, 0.0),
+        load=load
+        and LoadAnswer(
+            load.in_flight,
+            load.queued_ms,
+            load.work_ms,
+            1000 / load.compute_ms_per_token,
+            1000 / load.pull_ms_per_token,
+        ),
+    )
+
+
+def _node(run: TreeRun) -> TreeNodeAnswer:
+    return TreeNodeAnswer(
+        f"{run.hash_key:016x}",
+        run.depth,
+        run.num_blocks,
+        run.holders,
+        run.num_pairs,
+        run.num_children,
+        tuple(_node(child) for child in run.children),
+    )
+
+
+def _json(answer: Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _json_of(answer: type[Struct], problems: list[int] | None = None) -> dict[int | str, Any]:
+    reference = {"$ref": f"#/components/schemas/{answer.__name__}"}
+    responses: dict[int | str, Any] = {
+        200: {"description": "OK", "content": {"application/json": {"schema": reference}}}
+    }
+    return responses | {status: PROBLEM_RESPONSE for status in problems or []}
+
+
+def _text() -> dict[int | str, Any]:
+    return {200: {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+PROBLEM_RESPONSE: dict[str, Any] = {
+    "description": "A problem document (RFC 9457)",
+    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}

@@ -1,0 +1,237 @@
+"""Metrics: a decorator around the router that counts, and a collector that reads state.
+
+The router itself contains no metric call. Names start with kv_.
+"""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvatlas import __version__
+from kvatlas.router.answers import RouteAnswer, ScoreAnswer
+from kvatlas.router.requests import Report, ScoreRequest
+from kvatlas.router.service import Outcome, Router, RouterService
+from kvatlas.schemas.errors import KvatlasError
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.routing import Decision
+
+SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1)
+RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 8, 16)
+
+
+class RouterMetrics:
+    """The counters of one router, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "kv_http_requests", "HTTP answers", ["route", "status"], registry=registry
+        )
+        self.decision_seconds = Histogram(
+            "kv_decision_seconds",
+            "Time from a parsed request to its answer",
+            ["operation"],
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self.errors = Counter(
+            "kv_request_errors", "Requests refused", ["operation", "error"], registry=registry
+        )
+        self.routed = Counter(
+            "kv_routed_requests", "Requests sent to a worker", ["worker"], registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "kv_prompt_tokens", "Tokens of routed prompts", registry=registry
+        )
+        self.hit_tokens = Counter(
+            "kv_hit_tokens", "Tokens matched at the chosen worker", ["tier"], registry=registry
+        )
+        self.predicted_tokens = Counter(
+            "kv_predicted_tokens", "Tokens predicted beyond the match", registry=registry
+        )
+        self.planned_pull_tokens = Counter(
+            "kv_planned_pull_tokens", "Tokens planned to be pulled from peers", registry=registry
+        )
+        self.expected_reuse = Counter(
+            "kv_expected_reuse_tokens",
+            "Tokens that reported requests were expected to reuse",
+            ["worker"],
+            registry=registry,
+        )
+        self.actual_reuse = Counter(
+            "kv_actual_reuse_tokens", "Tokens that they did reuse", ["worker"], registry=registry
+        )
+        self.failed = Counter(
+            "kv_failed_requests", "Requests reported as failed", ["worker"], registry=registry
+        )
+        self.ttft_ratio = Histogram(
+            "kv_ttft_actual_over_expected",
+            "Reported over expected time to first token",
+            registry=registry,
+            buckets=RATIOS,
+        )
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an HTTP answer; `route` is a template, so that labels stay few."""
+        self.http_requests.labels(route, str(status)).inc()
+
+
+class MeteredRouter:
+    """A router that counts what passes through."""
+
+    def __init__(self, router: Router, metrics: RouterMetrics) -> None:
+        self._router, self._metrics = router, metrics
+        self._score_seconds = metrics.decision_seconds.labels("score")
+        self._route_seconds = metrics.decision_seconds.labels("route")
+
+    def score(self, request: ScoreRequest) -> ScoreAnswer:
+        started = time.perf_counter()
+        try:
+            answer = self._router.score(request)
+        except KvatlasError as error:
+            self._metrics.errors.labels("score", type(error).__name__).inc()
+            raise
+        self._score_seconds.observe(time.perf_counter() - started)
+        return answer
+
+    def route(self, request: ScoreRequest) -> RouteAnswer:
+        started = time.perf_counter()
+        try:
+            answer = self._router.route(request)
+        except KvatlasError as error:
+            self._metrics.errors.labels("route", type(error).__name__).inc()
+            raise
+        self._route_seconds.observe(time.perf_counter() - started)
+        self._count(answer)
+        return answer
+
+    def prefilled(self, decision_id: str, report: Report) -> Outcome:
+        return self._router.prefilled(decision_id, report)
+
+    def done(self, decision_id: str, report: Report) -> Outcome:
+        outcome = self._router.done(decision_id, report)
+        if outcome.applied and outcome.decision is not None:
+            self._compare(outcome.decision, report)
+        return outcome
+
+    def decision(self, decision_id: str) -> Decision:
+        return self._router.decision(decision_id)
+
+    def _count(self, answer: RouteAnswer) -> None:
+        metrics = self._metrics
+        metrics.routed.labels(answer.worker).inc()
+        metrics.prompt_tokens.inc(answer.prompt_tokens)
+        for tier, tokens in answer.match_tokens_by_tier.items():
+            metrics.hit_tokens.labels(tier).inc(tokens)
+        metrics.predicted_tokens.inc(answer.predicted_tokens)
+        pulled_blocks = sum(step.num_blocks for step in answer.plan.pulls)
+        metrics.planned_pull_tokens.inc(pulled_blocks * answer.plan.block_tokens)
+
+    def _compare(self, decision: Decision, report: Report) -> None:
+        """Set what was predicted against what came of it."""
+        metrics, worker = self._metrics, decision.chosen.worker
+        if report.failed:
+            metrics.failed.labels(worker).inc()
+            return
+        if report.local_blocks is not None:
+            plan = decision.plan
+            metrics.expected_reuse.labels(worker).inc(plan.reuse_blocks * plan.block_tokens)
+            metrics.actual_reuse.labels(worker).inc(report.local_blocks * plan.block_tokens)
+        if report.ttft_ms is not None and decision.chosen.expected_ttft_ms > 0:
+            metrics.ttft_ratio.observe(report.ttft_ms / decision.chosen.expected_ttft_ms)
+
+
+class StateCollector(Collector):
+    """Reads gauges and totals from the router's parts when somebody asks for them."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the state of this moment."""
+        yield from self._index()
+        yield from self._workers()
+        yield from self._router()
+
+    def _index(self) -> Iterable[Metric]:
+        stats, feed = self._service.index.stats(), self._service.feed
+        lag = feed.lag
+        yield GaugeMetricFamily("kv_index_blocks", "Distinct blocks", value=stats.num_blocks)
+        yield GaugeMetricFamily("kv_index_bytes", "Memory of the index", value=stats.memory_bytes)
+        yield GaugeMetricFamily(
+            "kv_index_stream_sequence", "Last event folded in", value=stats.stream_sequence
+        )
+        yield GaugeMetricFamily(
+            "kv_index_lag_sequences", "Known events not folded in", value=lag.stream_sequences
+        )
+        yield GaugeMetricFamily(
+            "kv_index_age_seconds", "Since the broker was heard", value=lag.seconds_since_contact
+        )
+        yield GaugeMetricFamily("kv_connected", "Broker is there", value=float(feed.connected))
+        yield GaugeMetricFamily("kv_ready", "Index has caught up", value=float(feed.is_ready))
+        for name, text, value in (
+            ("kv_batches", "Batches folded in", stats.batches),
+            ("kv_events", "Events folded in", stats.events),
+            ("kv_gaps", "Gaps in an instance's sequence", stats.gaps),
+            ("kv_missing_batches", "Batches that the gaps stand for", stats.missing_batches),
+            ("kv_duplicate_batches", "Batches that came again", stats.duplicates),
+            ("kv_resyncs", "Losses that instances told of", stats.resyncs),
+            ("kv_digest_mismatches", "Digests unlike the index", stats.digest_mismatches),
+            ("kv_stream_holes", "Holes in the stream", stats.stream_holes),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        rejected = CounterMetricFamily(
+            "kv_rejected_events", "Events and payloads skipped", labels=["worker", "kind"]
+        )
+        for each in stats.rejected:
+            rejected.add_metric([each.worker, each.kind], each.count)
+        yield rejected
+
+    def _workers(self) -> Iterable[Metric]:
+        labels = ["worker", "rank"]
+        trust = GaugeMetricFamily(
+            "kv_worker_trust", "1 at how far it is believed", labels=[*labels, "trust"]
+        )
+        blocks = GaugeMetricFamily("kv_worker_blocks", "Blocks held, by tier", labels=labels)
+        in_flight = GaugeMetricFamily("kv_worker_in_flight", "Requests routed", labels=labels)
+        queued = GaugeMetricFamily(
+            "kv_worker_queued_seconds", "Predicted prefill queued", labels=labels
+        )
+        work = GaugeMetricFamily("kv_worker_work_seconds", "Decayed work given", labels=labels)
+        speed = GaugeMetricFamily(
+            "kv_worker_prefill_tokens_per_second", "Learnt prefill rate", labels=labels
+        )
+        for view in self._service.index.instances():
+            where = [view.instance.worker, str(view.instance.rank)]
+            for state in Trust:
+                trust.add_metric([*where, state], float(view.trust is state))
+            blocks.add_metric(where, view.num_blocks)
+            if load := self._service.load_of(view.instance):
+                in_flight.add_metric(where, load.in_flight)
+                queued.add_metric(where, load.queued_ms / 1000)
+                work.add_metric(where, load.work_ms / 1000)
+                speed.add_metric(where, 1000 / load.compute_ms_per_token)
+        yield from (trust, blocks, in_flight, queued, work, speed)
+
+    def _router(self) -> Iterable[Metric]:
+        service = self._service
+        info = GaugeMetricFamily("kv_build_info", "1", labels=["version", "policy"])
+        info.add_metric([__version__, service.policy.name], 1)
+        yield info
+        for name, text, value in (
+            ("kv_requests_in_flight", "Requests routed and not done", len(service.loads)),
+            ("kv_overlay_entries", "Decisions whose blocks are predicted", len(service.overlay)),
+            ("kv_overlay_bytes", "Memory of predicted chains", service.overlay.num_bytes),
+            ("kv_decisions_waiting", "Decisions not yet in the log", service.log.num_waiting),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in (
+            ("kv_requests_expired", "Requests never reported done", service.loads.num_expired),
+            ("kv_overlay_confirmed", "Predictions that came true", service.overlay.num_confirmed),
+            ("kv_overlay_expired", "Predictions that ran out", service.overlay.num_expired),
+            ("kv_decisions_dropped", "Decisions lost to the log", service.log.num_dropped),
+        ):
+            yield CounterMetricFamily(name, text, value=value)

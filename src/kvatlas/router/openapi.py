@@ -1,0 +1,84 @@
+"""The OpenAPI document: FastAPI's for the control routes, the hot ones, and our types."""
+
+from typing import Any
+
+import msgspec
+
+from kvatlas.router.answers import ReportAnswer, RouteAnswer, ScoreAnswer
+from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE
+from kvatlas.router.hot import DONE, MAX_DECISION_ID, PREFILLED, REPORTS, ROUTE, SCORE
+from kvatlas.router.problems import Problem
+from kvatlas.router.requests import PackedScoreBody, Report, ScoreBody
+
+_REFERENCE = "#/components/schemas/{name}"
+
+
+def complete(document: dict[str, Any]) -> dict[str, Any]:
+    """Return FastAPI's document with the hot routes, and problems where it has its own errors."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            operation["responses"].setdefault("400", PROBLEM_RESPONSE)
+    types: tuple[type, ...] = (
+        *ANSWERS,
+        Problem,
+        ScoreBody,
+        PackedScoreBody,
+        ScoreAnswer,
+        RouteAnswer,
+    )
+    types = (*types, Report, ReportAnswer)
+    _, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
+    document["components"] = {"schemas": schemas}
+    document["paths"] |= {
+        SCORE: {"post": _scoring("Score the candidates of a prompt", ScoreAnswer)},
+        ROUTE: {"post": _scoring("Choose a worker for a prompt", RouteAnswer)},
+        f"{REPORTS}{{decision_id}}{PREFILLED}": {"post": _reporting("A prefill has ended")},
+        f"{REPORTS}{{decision_id}}{DONE}": {"post": _reporting("A request has ended")},
+    }
+    return document
+
+
+def _scoring(summary: str, answer: type) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": _ref(ScoreBody)},
+                "application/x-msgpack": {"schema": _ref(PackedScoreBody)},
+            },
+        },
+        "responses": _responses(answer, (400, 404, 413, 415, 503)),
+    }
+
+
+def _reporting(summary: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "parameters": [
+            {
+                "name": "decision_id",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1, "maxLength": MAX_DECISION_ID},
+            }
+        ],
+        "requestBody": {
+            "required": False,
+            "content": {
+                "application/json": {"schema": _ref(Report)},
+                "application/x-msgpack": {"schema": _ref(Report)},
+            },
+        },
+        "responses": _responses(ReportAnswer, (400, 404, 413, 415)),
+    }
+
+
+def _responses(answer: type, problems: tuple[int, ...]) -> dict[str, Any]:
+    good = {"description": "OK", "content": {"application/json": {"schema": _ref(answer)}}}
+    return {"200": good} | {str(status): PROBLEM_RESPONSE for status in problems}
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(name=kind.__name__)}

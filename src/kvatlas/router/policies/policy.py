@@ -1,0 +1,49 @@
+"""The port: what every policy promises."""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+from kvatlas.router.pricing import Price
+from kvatlas.schemas.routing import Candidate, Question
+
+
+class Choice(NamedTuple):
+    """The candidate taken, by its position in the question, and what every candidate costs."""
+
+    chosen: int
+    prices: list[Price]
+    reason: str
+
+
+class Policy(Protocol):
+    """Decides which candidate takes a request."""
+
+    @property
+    def name(self) -> str:
+        """The name in the settings and in decisions."""
+        ...
+
+    def choose(self, question: Question) -> Choice:
+        """Return one candidate of a question that has at least one. O(candidates).
+
+        Pure: equal questions and settings give equal choices, and the order of the candidates does
+        not matter. What looks random comes from the question's seed.
+        """
+        ...
+
+
+def draw(seed: int, candidate: Candidate) -> int:
+    """Return a number that is random over seeds and fixed for a seed and a candidate."""
+    return xxhash.xxh3_64_intdigest(f"{candidate.rank}/{candidate.worker}".encode(), seed)
+
+
+def lightest(question: Question, positions: Iterable[int]) -> int:
+    """Return the position with the least load; ties are drawn."""
+
+    def load(position: int) -> tuple[float, int, int]:
+        candidate = question.candidates[position]
+        return candidate.queued_ms, candidate.in_flight, draw(question.seed, candidate)
+
+    return min(positions, key=load)

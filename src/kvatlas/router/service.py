@@ -1,0 +1,358 @@
+"""Scores and routes requests: gathers candidates, asks the policy, remembers what it gave to whom.
+
+    request --Candidates.gather--> Question --Policy.choose--> Choice --plan_for--> Decision
+                 index, Loads, Overlay                            `--> Loads, Overlay, DecisionLog
+
+Synchronous, on one thread, without I/O: an answer stands on one state of the index.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from heapq import nsmallest
+from random import Random
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from kvatlas.indexer.reader import IndexReader
+from kvatlas.indexer.service import Lag
+from kvatlas.router.answers import RouteAnswer, ScoreAnswer
+from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
+from kvatlas.router.loads import Load, Loads
+from kvatlas.router.overlay import Overlay
+from kvatlas.router.plans import plan_for
+from kvatlas.router.policies import Choice, Policy, policy_named
+from kvatlas.router.pricing import TERMS, Price
+from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
+from kvatlas.router.requests import Report, ScoreRequest
+from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.routing import (
+    DECISION_VERSION,
+    Candidate,
+    CandidateScore,
+    Decision,
+    Plan,
+    Question,
+)
+from kvatlas.schemas.settings import RouterSettings
+
+#: candidates whose part of the question a decision keeps; beyond it only the cheapest
+MAX_RECORDED_CANDIDATES = 256
+#: the settings that a policy's choice depends on
+POLICY_SETTINGS = (
+    "load_window_ms",
+    "balance_weight",
+    "pull_weight",
+    "min_pull_tokens",
+    "degraded_match_share",
+    "predicted_match_share",
+    "pull_fixed_ms",
+    "dram_ms_per_1k_tokens",
+    "ssd_ms_per_1k_tokens",
+    "remote_ms_per_1k_tokens",
+)
+
+
+class IndexFeed(Protocol):
+    """How the index is kept up to date; IndexService is one."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker is there."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the index has caught up with what the stream held when it started."""
+        ...
+
+    @property
+    def lag(self) -> Lag:
+        """How far the index is behind, in events and in time."""
+        ...
+
+    def convergence_ms(self) -> dict[str, float]:
+        """Time from the broker's store to the index: p50, p99, max; empty before any event."""
+        ...
+
+
+class Outcome(NamedTuple):
+    """A report taken in: `applied` is False when the request no longer counted."""
+
+    decision: Decision | None
+    applied: bool
+
+
+class Router(Protocol):
+    """What the HTTP routes ask; RouterService and what wraps it."""
+
+    def score(self, request: ScoreRequest) -> ScoreAnswer:
+        """Return the candidates and who would be chosen; changes nothing."""
+        ...
+
+    def route(self, request: ScoreRequest) -> RouteAnswer:
+        """Choose a worker and count the request as its load."""
+        ...
+
+    def prefilled(self, decision_id: str, report: Report) -> Outcome:
+        """Take in that a request's prefill has ended. Raises UnknownDecision."""
+        ...
+
+    def done(self, decision_id: str, report: Report) -> Outcome:
+        """Take in that a request has ended. Again is no error. Raises UnknownDecision."""
+        ...
+
+    def decision(self, decision_id: str) -> Decision:
+        """Return a recent decision. Raises UnknownDecision."""
+        ...
+
+
+class RouterService:
+    """The router over an index that somebody else keeps up to date.
+
+    `score` and `route` raise UnknownModel, InvalidRequest and NoCandidate; a model that is unknown
+    while the index is catching up is a NoCandidate, since it may be there.
+    """
+
+    def __init__(
+        self,
+        index: IndexReader,
+        feed: IndexFeed,
+        settings: RouterSettings | None = None,
+        *,
+        log: DecisionLog | None = None,
+        policy: Policy | None = None,
+        fleet_key: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+        wall_ns: Callable[[], int] = time.time_ns,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self.settings = settings or RouterSettings()
+        self.index, self.feed = index, feed
+        self.policy = policy or policy_named(self.settings.policy, self.settings)
+        self.loads = Loads(self.settings)
+        self.overlay = Overlay(self.settings.predicted_seconds)
+        self.log: DecisionLog = log or MemoryDecisionLog(self.settings)
+        self._candidates = Candidates(index, self.loads, self.overlay, fleet_key)
+        self._clock, self._wall_ns = clock, wall_ns
+        self._new_id = new_id or self._timed_id
+        self._random = Random(self.settings.seed or None)
+        #: decisions so far, by the name that requests use
+        self._turns: dict[str, int] = {}
+        self._recorded_settings = recorded_settings(self.settings)
+
+    def score(self, request: ScoreRequest) -> ScoreAnswer:
+        gathered, question = self._ask(request, self._clock())
+        choice = self.policy.choose(question)
+        count = request.max_candidates or self.settings.max_candidates
+        return ScoreAnswer(
+            model=request.model,
+            prompt_tokens=question.prompt_tokens,
+            policy=self.policy.name,
+            chosen=question.candidates[choice.chosen].instance,
+            candidates=_cheapest(gathered, choice, count),
+            num_candidates=len(question.candidates),
+            stream_sequence=self.index.stream_sequence,
+            index_age_ms=1000 * self.feed.lag.seconds_since_contact,
+            connected=self.feed.connected,
+        )
+
+    def route(self, request: ScoreRequest) -> RouteAnswer:
+        now = self._clock()
+        gathered, question = self._ask(request, now)
+        choice = self.policy.choose(question)
+        price = choice.prices[choice.chosen]
+        plan = plan_for(question, choice.chosen, price, self.settings)
+        decision = self._decision(request, gathered, question, choice, plan)
+        self._turns[request.model] = question.turn + 1
+        candidate = question.candidates[choice.chosen]
+        life = (candidate.instance, gathered.lineup.views[choice.chosen].epoch)
+        self.loads.routed(
+            decision.id, candidate.instance, plan, price.terms[1] + price.pull_ms, now
+        )
+        self.overlay.expect(decision.id, life, gathered.chains[candidate.group], now)
+        self.log.record(decision)
+        count = request.max_candidates or self.settings.max_candidates
+        chosen = decision.chosen
+        return RouteAnswer(
+            decision_id=decision.id,
+            worker=chosen.worker,
+            rank=chosen.rank,
+            base_url=chosen.base_url,
+            trust=chosen.trust,
+            match_tokens=chosen.match_tokens,
+            match_tokens_by_tier=chosen.match_tokens_by_tier,
+            predicted_tokens=chosen.predicted_tokens,
+            prompt_tokens=decision.prompt_tokens,
+            expected_ttft_ms=chosen.expected_ttft_ms,
+            plan=plan,
+            kv_transfer_params={"kvatlas": {"decision_id": decision.id, "plan": plan}},
+            candidates=decision.candidates[:count],
+            num_candidates=decision.num_candidates,
+            reasons=decision.reasons,
+            policy=decision.policy,
+            stream_sequence=decision.stream_sequence,
+            index_age_ms=decision.index_age_ms,
+            connected=self.feed.connected,
+        )
+
+    def prefilled(self, decision_id: str, report: Report) -> Outcome:
+        applied = self.loads.prefilled(decision_id, report, self._clock())
+        return self._outcome(decision_id, report, applied)
+
+    def done(self, decision_id: str, report: Report) -> Outcome:
+        applied = self.loads.done(decision_id, report, self._clock())
+        return self._outcome(decision_id, report, applied)
+
+    def decision(self, decision_id: str) -> Decision:
+        found = self.log.find(decision_id)
+        if found is None:
+            raise UnknownDecision(decision_id)
+        return found
+
+    def load_of(self, instance: InstanceId) -> Load | None:
+        """Return the load of an instance as of now, None if it was never a candidate."""
+        return self.loads.known(instance, self._clock())
+
+    def _outcome(self, decision_id: str, report: Report, applied: bool) -> Outcome:
+        decision = self.log.find(decision_id)
+        if decision is None and not applied:
+            raise UnknownDecision(decision_id)
+        if report.failed:
+            self.overlay.withdraw(decision_id)
+        return Outcome(decision, applied)
+
+    def _ask(self, request: ScoreRequest, now: float) -> tuple[Gathered, Question]:
+        try:
+            gathered = self._candidates.gather(request, now)
+        except UnknownModel:
+            if self.feed.is_ready:
+                raise
+            raise NoCandidate(request.model, "the index is catching up") from None
+        turn = self._turns.get(request.model, 0)
+        seed = self._random.getrandbits(63)
+        return gathered, Question(request.num_tokens, turn, seed, gathered.candidates)
+
+    def _decision(
+        self,
+        request: ScoreRequest,
+        gathered: Gathered,
+        question: Question,
+        choice: Choice,
+        plan: Plan,
+    ) -> Decision:
+        salted = request.cache_salt is not None
+        chosen = _score(gathered, choice, choice.chosen)
+        count = max(request.max_candidates or 0, self.settings.max_candidates)
+        kept, is_complete = _recorded_question(question, choice)
+        age_ms = 1000 * self.feed.lag.seconds_since_contact
+        return Decision(
+            v=DECISION_VERSION,
+            id=self._new_id(),
+            ts_ns=self._wall_ns(),
+            stream_sequence=self.index.stream_sequence,
+            policy=self.policy.name,
+            model=request.model,
+            prompt_tokens=question.prompt_tokens,
+            chosen=chosen,
+            candidates=_cheapest(gathered, choice, count),
+            num_candidates=len(question.candidates),
+            plan=plan,
+            reasons=self._reasons(gathered, choice, salted, age_ms),
+            settings=self._recorded_settings,
+            question=kept,
+            is_question_complete=is_complete,
+            groups=recorded_groups(gathered.lineup, gathered.chains, salted),
+            chosen_group=question.candidates[choice.chosen].group,
+            index_age_ms=age_ms,
+        )
+
+    def _reasons(
+        self, gathered: Gathered, choice: Choice, salted: bool, age_ms: float
+    ) -> tuple[str, ...]:
+        reasons = [f"{self.policy.name}: {choice.reason}"]
+        chosen = gathered.candidates[choice.chosen]
+        matches = [_match_tokens(candidate) for candidate in gathered.candidates]
+        longest = matches.index(max(matches))
+        if matches[longest] > matches[choice.chosen]:
+            passed = gathered.candidates[longest]
+            more_ms = choice.prices[longest].cost_ms - choice.prices[choice.chosen].cost_ms
+            reasons.append(
+                f"the longest match, {matches[longest]} tokens at {passed.instance}, "
+                f"would cost {more_ms:.1f} ms more"
+            )
+        if chosen.trust is not Trust.exact:
+            reasons.append(f"the chosen worker's index is {chosen.trust}")
+        if not self.feed.connected:
+            reasons.append(f"no broker: the index is {age_ms:.0f} ms old")
+        if salted:
+            reasons.append("the prompt is salted: its hashes are not recorded")
+        return tuple(reasons)
+
+    def _timed_id(self) -> str:
+        """Return an id that sorts by time and that no other router gives."""
+        return f"{self._wall_ns() // 1_000_000:012x}{os.urandom(6).hex()}"
+
+
+def recorded_settings(settings: RouterSettings) -> dict[str, str | int | float]:
+    """Return the settings that a decision has to keep for its policy to be run again."""
+    return {name: getattr(settings, name) for name in POLICY_SETTINGS}
+
+
+def choose_again(decision: Decision) -> Choice:
+    """Run a recorded decision's policy on its recorded question.
+
+    Chooses the same unless `is_question_complete` is False. Raises UnknownPolicy.
+    """
+    settings = msgspec.convert(decision.settings, RouterSettings)
+    return policy_named(decision.policy, settings).choose(decision.question)
+
+
+def _cheapest(gathered: Gathered, choice: Choice, count: int) -> tuple[CandidateScore, ...]:
+    costs = [price.cost_ms for price in choice.prices]
+    order = nsmallest(count, range(len(costs)), key=costs.__getitem__)
+    return tuple(_score(gathered, choice, position) for position in order)
+
+
+def _score(gathered: Gathered, choice: Choice, position: int) -> CandidateScore:
+    candidate = gathered.candidates[position]
+    price = choice.prices[position]
+    block_tokens = candidate.block_tokens
+    return CandidateScore(
+        worker=candidate.worker,
+        rank=candidate.rank,
+        base_url=gathered.lineup.infos[position].base_url,
+        trust=candidate.trust,
+        match_tokens=_match_tokens(candidate),
+        match_tokens_by_tier={
+            Tier(tier).name: candidate.held[tier] * block_tokens
+            for tier in range(NUM_TIERS)
+            if candidate.held[tier]
+        },
+        cost_ms=price.cost_ms,
+        terms=dict(zip(TERMS, price.terms, strict=True)),
+        predicted_tokens=candidate.predicted_blocks * block_tokens,
+        expected_ttft_ms=_expected_ttft_ms(candidate, price),
+    )
+
+
+def _expected_ttft_ms(candidate: Candidate, price: Price) -> float:
+    _, tier_load, predicted, trust, _, compute, _ = price.terms
+    return candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute
+
+
+def _match_tokens(candidate: Candidate) -> int:
+    return sum(candidate.held) * candidate.block_tokens
+
+
+def _recorded_question(question: Question, choice: Choice) -> tuple[Question, bool]:
+    if len(question.candidates) <= MAX_RECORDED_CANDIDATES:
+        return question, True
+    costs = [price.cost_ms for price in choice.prices]
+    kept = nsmallest(MAX_RECORDED_CANDIDATES - 1, range(len(costs)), key=costs.__getitem__)
+    positions = sorted({*kept, choice.chosen})
+    candidates = tuple(question.candidates[at] for at in positions)
+    return msgspec.structs.replace(question, candidates=candidates), False

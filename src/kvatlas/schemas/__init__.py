@@ -1,0 +1,1 @@
+"""What travels: identity, events, transfers, decisions, and the errors about them."""

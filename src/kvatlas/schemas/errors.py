@@ -1,0 +1,300 @@
+"""Every error that kvatlas raises, as one tree.
+
+KvatlasError
+  InvalidInput                 what somebody sent or wrote is wrong; names the field
+    MalformedBatch             a payload is no event batch
+      BatchTooLarge            more bytes than the limit
+      UnsupportedVersion       a newer major version of the wire
+    MalformedEvent             a record of the ring is no event of an engine
+    InvalidBlock               token, block size or extra that cannot be hashed
+    InvalidSetting             a setting that is unknown or out of range
+    InvalidSubject             a subject outside the grammar
+    InvalidTrace               a line of a request trace
+    InvalidRequest             a field of an HTTP request
+      PromptTooLarge           more tokens or bytes than the limit
+      UnsupportedContentType   a body in a format that is not read
+  NotFound                     a name that nothing answers to
+    UnknownModel               no worker serves the model
+    UnknownDecision            no decision with this id
+    UnknownPolicy              no policy of this name
+    UnknownInstance            no instance of the index with this number
+  Unavailable                  something that we need is away for now
+    BusUnavailable             no broker, or it does not answer
+      RequestTimedOut          nobody answered within the deadline
+      NoResponder              nobody listens on the subject
+    RequestFailed              who serves the subject answered with an error
+    ServerNotStarted           the embedded nats-server did not come up
+    NoCandidate                no live worker for the request
+    TransportUnavailable       a transfer library is missing or refuses
+    RingUnusable               the file between engine and sidecar is no ring, or is taken
+    SidecarUnavailable         the sidecar does not answer its engine
+    EngineStopped              the engine ended while a request was in it
+    ArchiveUnavailable         the archive's database does not answer
+    PoolUnreadable             a file that is no serve pool, or not yet
+  Conflict                     somebody else was first
+    KeyExists                  create of a key that exists
+    RevisionConflict           compare-and-set lost
+    StreamRefused              the broker refuses a stream or a message
+    Fenced                     a newer epoch of this instance is alive
+    ArchiveMismatch            the archive holds another log than the stream has
+    ArchiveNewer               the archive was written by a later version
+    PoolInUse                  another live process owns the serve pool
+    SlotInUse                  a slot of the serve pool that is not empty
+  LimitReached                 a bound that protects the service
+    IndexFull                  no instance number or table space left
+    PoolTooLarge               less shared memory than the serve pool needs
+"""
+
+from pathlib import Path
+
+
+class KvatlasError(Exception):
+    """The root: catch it to catch everything of ours."""
+
+
+class InvalidInput(KvatlasError):
+    """What somebody sent or wrote is wrong."""
+
+
+class MalformedBatch(InvalidInput):
+    """A payload is no event batch; the text says where."""
+
+
+class BatchTooLarge(MalformedBatch):
+    """A payload has more bytes than a batch may have."""
+
+    def __init__(self, num_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"a batch of {num_bytes} bytes, the limit is {limit_bytes}")
+        self.num_bytes, self.limit_bytes = num_bytes, limit_bytes
+
+
+class UnsupportedVersion(MalformedBatch):
+    """A payload was written by a newer major version."""
+
+    def __init__(self, found: int, supported: int) -> None:
+        super().__init__(f"wire version {found}, this reader knows up to {supported}")
+        self.found, self.supported = found, supported
+
+
+class MalformedEvent(InvalidInput):
+    """A record of the ring is no event of an engine."""
+
+
+class InvalidBlock(InvalidInput):
+    """Tokens, block size or extras that cannot be hashed."""
+
+
+class InvalidSetting(InvalidInput):
+    """A setting is unknown or out of range."""
+
+    def __init__(self, key: str, source: str, problem: str) -> None:
+        super().__init__(f"setting {key} from {source}: {problem}")
+        self.key, self.source, self.problem = key, source, problem
+
+
+class InvalidSubject(InvalidInput):
+    """A subject that the grammar does not produce."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"no kvatlas subject: {subject!r}")
+        self.subject = subject
+
+
+class InvalidTrace(InvalidInput):
+    """A line of a request trace cannot be played."""
+
+    def __init__(self, file: Path, line: int, problem: str) -> None:
+        super().__init__(f"{file}:{line}: {problem}")
+        self.file, self.line, self.problem = file, line, problem
+
+
+class InvalidRequest(InvalidInput):
+    """A field of an HTTP request is wrong; `field` names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field, self.problem = field, problem
+
+
+class PromptTooLarge(InvalidRequest):
+    """A prompt or body over the limit."""
+
+
+class UnsupportedContentType(InvalidRequest):
+    """A body in a format that is not read."""
+
+
+class NotFound(KvatlasError):
+    """A name that nothing answers to."""
+
+
+class UnknownModel(NotFound):
+    """No worker serves the model."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"no worker serves model {model!r}")
+        self.model = model
+
+
+class UnknownDecision(NotFound):
+    """No decision with this id is kept."""
+
+    def __init__(self, decision_id: str) -> None:
+        super().__init__(f"no decision {decision_id!r}")
+        self.decision_id = decision_id
+
+
+class UnknownPolicy(NotFound):
+    """No policy of this name."""
+
+    def __init__(self, name: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no policy {name!r}; known: {', '.join(known)}")
+        self.name, self.known = name, known
+
+
+class UnknownInstance(NotFound):
+    """The index gave no such instance number, or has forgotten it."""
+
+    def __init__(self, instance: int) -> None:
+        super().__init__(f"the index has no instance {instance}")
+        self.instance = instance
+
+
+class Unavailable(KvatlasError):
+    """Something that we need is away for now; a later try may succeed."""
+
+
+class BusUnavailable(Unavailable):
+    """There is no broker, or it does not answer."""
+
+
+class RequestTimedOut(BusUnavailable):
+    """Nobody answered a request within its deadline."""
+
+
+class NoResponder(BusUnavailable):
+    """Nobody listens on the subject of a request."""
+
+
+class RequestFailed(Unavailable):
+    """Who serves the subject of a request answered with an error; the text is its."""
+
+
+class ServerNotStarted(Unavailable):
+    """The embedded nats-server did not come up."""
+
+
+class NoCandidate(Unavailable):
+    """No live worker can take the request."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"no worker for model {model!r}: {reason}")
+        self.model, self.reason = model, reason
+
+
+class TransportUnavailable(Unavailable):
+    """A transfer library is missing, or its backend does not start."""
+
+
+class RingUnusable(Unavailable):
+    """The file between an engine and its sidecar is no ring, or another process holds this end."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"ring {path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+class SidecarUnavailable(Unavailable):
+    """The sidecar is not there, went away, or does not answer its engine in time."""
+
+
+class EngineStopped(Unavailable):
+    """The engine ended while a request was in it."""
+
+
+class ArchiveUnavailable(Unavailable):
+    """The archive's database does not answer or cannot be opened."""
+
+
+class Conflict(KvatlasError):
+    """Somebody else was first."""
+
+
+class KeyExists(Conflict):
+    """A key that was to be created exists."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"key {key!r} exists")
+        self.key = key
+
+
+class RevisionConflict(Conflict):
+    """A key has another revision than expected."""
+
+    def __init__(self, key: str, expected: int) -> None:
+        super().__init__(f"key {key!r} is not at revision {expected}")
+        self.key, self.expected = key, expected
+
+
+class StreamRefused(Conflict):
+    """The broker refuses a stream or a message for good."""
+
+
+class Fenced(Conflict):
+    """A newer epoch of the same instance is alive, so this one must stop."""
+
+    def __init__(self, instance: str, own_epoch: int, newer_epoch: int) -> None:
+        super().__init__(f"{instance}: epoch {own_epoch} is fenced by {newer_epoch}")
+        self.instance, self.own_epoch, self.newer_epoch = instance, own_epoch, newer_epoch
+
+
+class ArchiveMismatch(Conflict):
+    """An archive holds another log than the one that it is to follow."""
+
+
+class ArchiveNewer(Conflict):
+    """An archive's schema is of a later version than this reader knows."""
+
+    def __init__(self, archive: str, found: int, supported: int) -> None:
+        super().__init__(f"{archive} has schema {found}, this version knows up to {supported}")
+        self.archive, self.found, self.supported = archive, found, supported
+
+
+class LimitReached(KvatlasError):
+    """A bound that protects the service."""
+
+
+class IndexFull(LimitReached):
+    """The index has no instance number or table space left."""
+
+
+class PoolUnreadable(Unavailable):
+    """A file is no serve pool, one of another version, or not ready yet."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"serve pool {path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+class PoolInUse(Conflict):
+    """A serve pool of this name is owned by a process that lives."""
+
+    def __init__(self, path: Path, owner_pid: int) -> None:
+        super().__init__(f"serve pool {path} is owned by process {owner_pid}")
+        self.path, self.owner_pid = path, owner_pid
+
+
+class SlotInUse(Conflict):
+    """A slot of the serve pool was to be written that is not empty."""
+
+    def __init__(self, slot: int, state: str) -> None:
+        super().__init__(f"slot {slot} of the serve pool is {state}, expected empty")
+        self.slot, self.state = slot, state
+
+
+class PoolTooLarge(LimitReached):
+    """There is less shared memory than the serve pool needs."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        super().__init__(f"serve pool {path} needs {num_bytes} bytes, there is no room")
+        self.path, self.num_bytes = path, num_bytes

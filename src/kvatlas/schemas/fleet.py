@@ -1,0 +1,94 @@
+"""What a worker is: the description in WorkerUp, and which KV may be exchanged with whom."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvatlas.schemas.hashing import HashAlgorithm, Namespace, digest16
+from kvatlas.schemas.ids import Tier
+
+
+class NamespaceDescriptor(Struct, frozen=True, array_like=True):
+    """How a worker cuts and names blocks. Candidates with equal descriptors share one chain."""
+
+    block_tokens: Annotated[int, Meta(ge=1, le=65_536)]
+    algorithm: HashAlgorithm = HashAlgorithm.xxh3_128
+
+    def namespace(self, model: str, lora: str | None, cache_salt: str | None) -> Namespace:
+        """Return the namespace of a request at such a worker."""
+        return Namespace(model, self.block_tokens, self.algorithm, lora, cache_salt)
+
+
+class TierCapacity(Struct, frozen=True, array_like=True):
+    """How many blocks fit into a tier."""
+
+    tier: Tier
+    num_blocks: int
+
+
+class Role(StrEnum):
+    """What a worker does of a request."""
+
+    both = "both"
+    prefill = "prefill"
+    decode = "decode"
+
+
+class WorkerInfo(Struct, frozen=True, array_like=True):
+    """What WorkerUp says of an instance.
+
+    `models` are the names that requests may use; the first is the model of the namespace.
+    `adapters` maps a LoRA adapter's name to its base model. `groups` are the KV groups that
+    full-prefix reuse needs. `kv_fingerprint` is 16 bytes: equal hashes mean equal KV only where it
+    is equal, and an empty one means that nothing may be pulled.
+    """
+
+    base_url: str
+    models: tuple[str, ...]
+    descriptor: NamespaceDescriptor
+    kv_fingerprint: bytes = b""
+    tiers: tuple[TierCapacity, ...] = ()
+    adapters: dict[str, str] = {}
+    groups: tuple[int, ...] = (0,)
+    role: Role = Role.both
+    sidecar: str = ""
+    versions: dict[str, str] = {}
+
+    @property
+    def model(self) -> str:
+        """The model that names the worker's namespaces."""
+        return self.models[0]
+
+
+class KvLayout(Struct, frozen=True):
+    """Everything that decides whether the KV bytes of equal tokens are equal."""
+
+    weights_revision: str
+    kv_dtype: str
+    layout: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_bytes: int
+    quantisation: str = "none"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    attention_backend: str = "default"
+    lora_digest: str = ""
+
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that are equal for workers which may exchange KV."""
+        content = b"kvatlas/kv_fingerprint/1" + msgspec.msgpack.encode(self)
+        return digest16(HashAlgorithm.sha256_128, content)
+
+
+class Trust(StrEnum):
+    """How far the index may be believed about an instance."""
+
+    exact = "exact"
+    catching_up = "catching_up"
+    degraded = "degraded"
+    stale = "stale"
+    gone = "gone"

@@ -1,0 +1,179 @@
+"""What instances say about their blocks: the events of the log and the batch that carries them.
+
+Wire: msgpack arrays, tag first. Hashes are packed (n x 16 bytes), so a block costs 16 bytes. New
+fields go to the end, which older readers ignore; a new event is a new tag, which they skip.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES
+from kvatlas.schemas.fleet import WorkerInfo
+from kvatlas.schemas.hashing import HashAlgorithm
+from kvatlas.schemas.ids import InstanceId, Tier
+
+#: major * 100 + minor. Readers refuse a newer major and accept every minor of theirs.
+WIRE_VERSION = 100
+
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Sequence = Annotated[int, Meta(ge=1)]
+Hash16 = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
+
+
+def _whole(hashes: bytes) -> None:
+    if len(hashes) % BLOCK_HASH_BYTES:
+        raise ValueError(f"{len(hashes)} bytes of hashes, expected a multiple of 16")
+
+
+class BlockStored(Struct, frozen=True, array_like=True, tag="stored", gc=False):
+    """Blocks of one chain are held now; `parent` is that of the first, None below the root.
+
+    `tokens` (u32 LE) travel only where an operator asked for them.
+    """
+
+    root: Hash16
+    hashes: bytes
+    parent: Hash16 | None = None
+    tier: Tier = Tier.hbm
+    tokens: bytes | None = None
+
+    def __post_init__(self) -> None:
+        _whole(self.hashes)
+
+
+class BlockRemoved(Struct, frozen=True, array_like=True, tag="removed", gc=False):
+    """Blocks are no longer held in a tier."""
+
+    root: Hash16
+    hashes: bytes
+    tier: Tier = Tier.hbm
+
+    def __post_init__(self) -> None:
+        _whole(self.hashes)
+
+
+class AllBlocksCleared(Struct, frozen=True, array_like=True, tag="cleared", gc=False):
+    """A tier is empty now; every tier if None."""
+
+    tier: Tier | None = None
+
+
+class WorkerUp(Struct, frozen=True, array_like=True, tag="up", gc=False):
+    """The instance serves requests, as described. The first event of every epoch."""
+
+    info: WorkerInfo
+
+
+class WorkerDown(Struct, frozen=True, array_like=True, tag="down", gc=False):
+    """The instance leaves and holds nothing that anybody may count on."""
+
+    reason: str
+
+
+class NamespaceSeen(Struct, frozen=True, array_like=True, tag="namespace", gc=False):
+    """What a root stands for, told once per epoch; never the salt itself."""
+
+    root: Hash16
+    model: str
+    block_tokens: int
+    algorithm: HashAlgorithm
+    lora: str | None = None
+    salted: bool = False
+
+
+class Resync(Struct, frozen=True, array_like=True, tag="resync", gc=False):
+    """Events were lost before they got a sequence of their own: between the engine and the outbox.
+
+    `lost_from` and `lost_to` bound the loss by the instance's own sequence.
+    """
+
+    lost_from: int
+    lost_to: int
+
+
+class Inventory(Struct, frozen=True, array_like=True, tag="inventory", gc=False):
+    """One part of all that a tier holds right after sequence `as_of_seq`; all parts replace it.
+
+    The parts of a tier follow one another in the instance's sequence with no other event of that
+    tier between them.
+    """
+
+    as_of_seq: int
+    part: Annotated[int, Meta(ge=1)]
+    parts: Annotated[int, Meta(ge=1)]
+    tier: Tier
+    root: Hash16
+    hashes: bytes
+
+    def __post_init__(self) -> None:
+        _whole(self.hashes)
+
+
+class Digest(Struct, frozen=True, array_like=True, tag="digest", gc=False):
+    """What the tier holds after exactly the preceding event of the instance."""
+
+    tier: Tier
+    count: int
+    xor: int
+
+
+KvEvent = (
+    BlockStored
+    | BlockRemoved
+    | AllBlocksCleared
+    | WorkerUp
+    | WorkerDown
+    | NamespaceSeen
+    | Resync
+    | Inventory
+    | Digest
+)
+
+
+class EventBatch(Struct, frozen=True, array_like=True):
+    """One bus message: what happened at an instance between two sequences.
+
+    (epoch, seq) is the only authority on duplicates: consecutive from 1 in each epoch.
+    `ts_ns` is the worker's wall clock, for people; no decision compares it with another machine's.
+    """
+
+    v: int
+    worker: str
+    rank: U32
+    epoch: Annotated[int, Meta(ge=1)]
+    seq: Sequence
+    ts_ns: int
+    events: tuple[KvEvent, ...]
+
+    @property
+    def instance(self) -> InstanceId:
+        """The instance that speaks."""
+        return InstanceId(self.worker, self.rank)
+
+
+class ControlRecord(Struct, frozen=True, array_like=True):
+    """What others say about an instance; idempotent by (instance, epoch, reason)."""
+
+    v: int
+    worker: str
+    rank: U32
+    epoch: int
+    kind: Annotated[str, Meta(pattern="^(expired|quarantined)$")]
+    reason: str
+    by: str
+    ts_ns: int
+
+    @property
+    def instance(self) -> InstanceId:
+        """The instance spoken of."""
+        return InstanceId(self.worker, self.rank)
+
+
+class RejectedEvent(msgspec.Struct, frozen=True):
+    """An event that a reader skipped: its place in the batch and the reason."""
+
+    position: int
+    kind: str
+    reason: str

@@ -1,0 +1,215 @@
+"""One typed tree of settings: defaults < TOML file < environment < flags.
+
+A setting is named `section.key`. In the file it stands as `key` in `[section]`, in the environment
+as KVATLAS_SECTION_KEY, on the command line as `--set section.key=value`. A key that does not exist,
+or a value out of range, is an InvalidSetting that names key, source and what is allowed.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvatlas.schemas.errors import InvalidSetting
+
+ENVIRONMENT_PREFIX = "KVATLAS_"
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+class NatsSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the broker is. An empty `url` starts an embedded one with its streams in `folder`."""
+
+    url: str = ""
+    #: credentials file (nkey or JWT) of this role; empty sends none
+    credentials: str = ""
+    #: of the embedded broker; empty takes a temporary one that ends with it
+    folder: str = ""
+
+
+class LogSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of the streams. All owners of a stream have to agree; others only report.
+
+    Too few bytes or seconds discard events before a slow reader or a late joiner has seen them.
+    """
+
+    max_bytes: Count = 8 * 1024**3
+    max_age_seconds: Positive = 24 * 3600.0
+    decisions_max_bytes: Count = 1024**3
+    decisions_max_age_seconds: Positive = 7 * 24 * 3600.0
+    #: 1 on one broker, 3 in a cluster
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+
+
+class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """What all members of a fleet share."""
+
+    #: hex; keys the roots of salted namespaces. Members with different keys never match salted KV
+    key: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$")] = ""
+
+    @property
+    def key_bytes(self) -> bytes:
+        """The key as bytes."""
+        return bytes.fromhex(self.key)
+
+
+class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The index: `kernel` is numba over flat arrays, or its plain-Python twin."""
+
+    kernel: Annotated[str, Meta(pattern="^(flat|reference)$")] = "flat"
+
+
+class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """How requests are judged and where the router listens.
+
+    Costs are predicted milliseconds; the policy's docstring gives the formula.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    policy: str = "predicted_ttft"
+    max_body_bytes: Count = 16 * 1024**2
+    max_prompt_tokens: Count = 1_000_000
+    #: candidates in an answer unless the request says otherwise
+    max_candidates: Annotated[int, Meta(ge=1, le=1024)] = 8
+    #: queued prefill up to here does not count against a worker: affinity inside, load outside
+    load_window_ms: NotNegative = 1_000.0
+    #: weight of a worker's surplus of cumulative work; higher balances more and reuses less
+    balance_weight: NotNegative = 0.01
+    #: half-life of cumulative work; short forgets imbalance
+    work_half_life_seconds: Positive = 600.0
+    #: weight of pull time against compute time; higher pulls less and keeps affinity
+    pull_weight: NotNegative = 3.0
+    #: a pull of fewer tokens than this is not worth its round trips
+    min_pull_tokens: Annotated[int, Meta(ge=0)] = 256
+    #: part of a match that counts when its worker is not `exact`
+    degraded_match_share: Share = 0.5
+    #: part of a predicted match that counts: the blocks are on their way, but may not come
+    predicted_match_share: Share = 0.9
+    #: life of a predicted entry; too long believes in blocks that were never stored
+    predicted_seconds: NotNegative = 4.0
+    #: priors, replaced by what workers report
+    prefill_tokens_per_second: Positive = 10_000.0
+    pull_tokens_per_second: Positive = 200_000.0
+    pull_fixed_ms: NotNegative = 5.0
+    dram_ms_per_1k_tokens: NotNegative = 3.0
+    ssd_ms_per_1k_tokens: NotNegative = 15.0
+    remote_ms_per_1k_tokens: NotNegative = 20.0
+    #: a request that is never reported done stops counting as load after this
+    request_timeout_seconds: Positive = 600.0
+    #: decisions waiting for the broker; more are dropped and counted
+    max_unrecorded_decisions: Count = 10_000
+    #: decisions kept for GET /v1/decisions/{id}
+    max_kept_decisions: Count = 10_000
+    #: of what policies draw; 0 takes another one at each start, so that replicas differ
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+
+
+class ArchiveSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where batches and decisions are kept; an empty `url` keeps none."""
+
+    url: str = ""
+
+
+class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """What runs beside an engine."""
+
+    #: a worker that is silent for this long is forgotten; short forgets slow ones
+    lease_ttl_seconds: Positive = 5.0
+    #: how often digests are published for the index to compare
+    digest_seconds: Positive = 2.0
+    #: `nixl`, `memory` (tests) or `none`
+    transport: Annotated[str, Meta(pattern="^(nixl|none)$")] = "nixl"
+    #: how long a pull may take before the engine computes instead
+    pull_deadline_seconds: Positive = 2.0
+    #: events that wait for the broker; more become one resync
+    max_outbox_bytes: Count = 64 * 1024**2
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole tree."""
+
+    nats: NatsSettings = NatsSettings()
+    log: LogSettings = LogSettings()
+    fleet: FleetSettings = FleetSettings()
+    indexer: IndexerSettings = IndexerSettings()
+    router: RouterSettings = RouterSettings()
+    archive: ArchiveSettings = ArchiveSettings()
+    sidecar: SidecarSettings = SidecarSettings()
+
+
+class _Found(Struct):
+    """A value on its way into the tree, and where it came from."""
+
+    value: Any
+    source: str
+    #: text from a flag or a variable, to be read as whatever the setting is
+    is_text: bool = True
+
+
+def load_settings(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Iterable[tuple[str, str]] = (),
+) -> Settings:
+    """Merge all sources into one tree; later sources win. Raises InvalidSetting."""
+    found: dict[str, _Found] = {}
+    if file is not None:
+        found |= _from_file(file)
+    found |= _from_environment(os.environ if environment is None else environment)
+    found |= {key: _Found(value, f"flag --set {key}") for key, value in flags}
+    sections: dict[str, dict[str, Any]] = {}
+    known = settings_by_key()
+    for key, item in found.items():
+        if key not in known:
+            raise InvalidSetting(key, item.source, f"unknown; known are {', '.join(sorted(known))}")
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = _convert(key, item, known[key])
+    return msgspec.convert(sections, Settings)
+
+
+def settings_by_key() -> dict[str, Any]:
+    """Return the type of every setting by its `section.key` name."""
+    return {
+        f"{section.name}.{field.encode_name}": field.type
+        for section in msgspec.structs.fields(Settings)
+        for field in msgspec.structs.fields(section.type)
+    }
+
+
+def _convert(key: str, item: _Found, wanted: Any) -> Any:
+    try:
+        return msgspec.convert(item.value, wanted, strict=not item.is_text)
+    except msgspec.ValidationError as error:
+        raise InvalidSetting(key, item.source, str(error)) from error
+
+
+def _from_file(file: Path) -> dict[str, _Found]:
+    try:
+        tree = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidSetting("(file)", str(file), str(error)) from error
+    found: dict[str, _Found] = {}
+    for section, values in tree.items():
+        if not isinstance(values, dict):
+            raise InvalidSetting(section, str(file), "stands outside a section")
+        for name, value in values.items():
+            found[f"{section}.{name}"] = _Found(value, str(file), is_text=False)
+    return found
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, _Found]:
+    found: dict[str, _Found] = {}
+    for variable, value in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
+            found[f"{section}.{name}"] = _Found(value, f"environment variable {variable}")
+    return found

@@ -1,0 +1,171 @@
+"""Puts the parts together: the control plane in one process, or one role of it.
+
+serve    broker (embedded or given) + index + router (+ archive, + reference engines)
+router   index + router          indexer   index          archive   archive
+"""
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from kvatlas.events.archiver import Archiver
+from kvatlas.events.bus import Bus
+from kvatlas.events.embedded import embedded_server
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.streams import KV_DECISIONS, decisions_stream, events_stream
+from kvatlas.http_server import http_server
+from kvatlas.indexer.flat import FlatRadixIndex
+from kvatlas.indexer.index import PrefixIndex
+from kvatlas.indexer.kernel import warm
+from kvatlas.indexer.reference import ReferenceIndex
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.state import IndexState
+from kvatlas.router.app import create_app
+from kvatlas.router.recorder import StreamDecisionLog
+from kvatlas.router.service import RouterService
+from kvatlas.schemas.settings import Settings
+from kvatlas.worker_fleet import EngineOptions, worker_fleet
+from kvatlas.worker_hooks.process import signals_call
+
+
+async def serve_all(settings: Settings, engines: EngineOptions, as_json: bool) -> None:
+    """Run everything until SIGTERM or SIGINT."""
+    async with (
+        _until_stopped() as stopped,
+        _broker(settings) as nats_url,
+        _bus(settings, nats_url) as bus,
+        _archive(settings, bus),
+        _index(settings, bus) as service,
+        _router(settings, bus, service) as router_url,
+        worker_fleet(engines, settings, nats_url, service),
+    ):
+        await service.wait_ready()
+        _announce(as_json, router=router_url, nats=nats_url, archive=settings.archive.url)
+        await stopped.wait()
+
+
+async def serve_router(settings: Settings, as_json: bool) -> None:
+    """Run a router with its own index on an existing broker until SIGTERM or SIGINT."""
+    async with (
+        _until_stopped() as stopped,
+        _bus(settings, settings.nats.url) as bus,
+        _index(settings, bus) as service,
+        _router(settings, bus, service) as router_url,
+    ):
+        _announce(as_json, router=router_url, nats=settings.nats.url)
+        await stopped.wait()
+
+
+async def serve_indexer(settings: Settings, as_json: bool) -> None:
+    """Run an index that answers questions and decides nothing, until SIGTERM or SIGINT."""
+    async with (
+        _until_stopped() as stopped,
+        _bus(settings, settings.nats.url) as bus,
+        _index(settings, bus) as service,
+        http_server(settings.router.host, settings.router.port) as server,
+    ):
+        router = RouterService(
+            service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
+        )
+        async with server.serving(create_app(router)):
+            _announce(as_json, indexer=server.url, nats=settings.nats.url)
+            await stopped.wait()
+
+
+async def serve_archive(settings: Settings, as_json: bool) -> None:
+    """Write the streams of an existing broker into the archive until SIGTERM or SIGINT."""
+    async with (
+        _until_stopped() as stopped,
+        _bus(settings, settings.nats.url) as bus,
+        _archive(settings, bus),
+    ):
+        _announce(as_json, archive=settings.archive.url, nats=settings.nats.url)
+        await stopped.wait()
+
+
+@contextlib.asynccontextmanager
+async def _until_stopped() -> AsyncGenerator[asyncio.Event, None]:
+    stopped = asyncio.Event()
+    async with signals_call(lambda _: stopped.set()):
+        yield stopped
+
+
+@contextlib.asynccontextmanager
+async def _broker(settings: Settings) -> AsyncGenerator[str, None]:
+    """Yield the URL of the given broker, or of an embedded one that ends with the block."""
+    if settings.nats.url:
+        yield settings.nats.url
+        return
+    with contextlib.ExitStack() as stack:
+        folder = settings.nats.folder or stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="kvatlas-nats-")
+        )
+        async with embedded_server(Path(folder)) as server:
+            yield server.url
+
+
+@contextlib.asynccontextmanager
+async def _bus(settings: Settings, url: str) -> AsyncGenerator[Bus, None]:
+    creds = Path(settings.nats.credentials) if settings.nats.credentials else None
+    log = settings.log
+    async with NatsBus(url, creds_file=creds, replicas=log.replicas) as bus:
+        await bus.declare_stream(events_stream(log.max_bytes, log.max_age_seconds, log.replicas))
+        await bus.declare_stream(
+            decisions_stream(log.decisions_max_bytes, log.decisions_max_age_seconds, log.replicas)
+        )
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def _index(settings: Settings, bus: Bus) -> AsyncGenerator[IndexService, None]:
+    index: PrefixIndex
+    if settings.indexer.kernel == "flat":
+        await asyncio.to_thread(warm)
+        index = FlatRadixIndex()
+    else:
+        index = ReferenceIndex()
+    async with IndexService(bus, IndexState(index)) as service:
+        yield service
+
+
+@contextlib.asynccontextmanager
+async def _router(settings: Settings, bus: Bus, service: IndexService) -> AsyncGenerator[str, None]:
+    async with (
+        http_server(settings.router.host, settings.router.port) as server,
+        StreamDecisionLog(bus.publisher(KV_DECISIONS), settings.router) as log,
+    ):
+        router = RouterService(
+            service.index,
+            service,
+            settings.router,
+            log=log,
+            fleet_key=settings.fleet.key_bytes,
+        )
+        async with server.serving(create_app(router)):
+            yield server.url
+
+
+@contextlib.asynccontextmanager
+async def _archive(settings: Settings, bus: Bus) -> AsyncGenerator[None, None]:
+    if not settings.archive.url:
+        yield
+        return
+    archive = await asyncio.to_thread(SqlArchive, settings.archive.url)
+    with archive:
+        async with Archiver(bus, archive) as archiver:
+            yield
+            await archiver.caught_up()
+
+
+def _announce(as_json: bool, **addresses: str) -> None:
+    """Say where things are, once they can be used."""
+    found = {name: address for name, address in addresses.items() if address}
+    if as_json:
+        print(json.dumps(found), flush=True)
+        return
+    for name, address in found.items():
+        print(f"{name:<8} {address}", flush=True)

@@ -1,0 +1,116 @@
+"""Reference workers as child processes, for `kvatlas serve --workers N`."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncGenerator
+
+from msgspec import Struct
+
+from kvatlas.indexer.service import IndexService
+from kvatlas.reference_worker import shared_memory_folder
+from kvatlas.schemas.errors import Unavailable
+from kvatlas.schemas.settings import Settings
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+LOOK_SECONDS = 0.05
+
+_logger = logging.getLogger(__name__)
+
+
+class WorkerNotStarted(Unavailable):
+    """A reference worker ended, or did not introduce itself in time."""
+
+
+class EngineOptions(Struct, frozen=True):
+    """How many reference workers, of which kind; see `kvatlas worker --help`."""
+
+    workers: int
+    blocks_per_worker: int
+    block_bytes: int
+    block_tokens: int
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    speed: float
+
+
+@contextlib.asynccontextmanager
+async def worker_fleet(
+    engines: EngineOptions, settings: Settings, nats_url: str, index: IndexService
+) -> AsyncGenerator[list[Process], None]:
+    """Run the workers while the block runs; yields when the index knows all of them.
+
+    A worker that ends later is not started again: its blocks leave the index, as in a real fleet.
+    """
+    shm = shared_memory_folder()
+    with tempfile.TemporaryDirectory(prefix="kvatlas-", dir=shm) as folder:
+        workers: list[Process] = []
+        try:
+            for number in range(engines.workers):
+                arguments = _arguments(engines, settings, nats_url, f"w{number}", folder)
+                workers.append(
+                    await asyncio.create_subprocess_exec(*arguments, stdin=DEVNULL, stdout=DEVNULL)
+                )
+            await _until_known(workers, index)
+            yield workers
+        finally:
+            await asyncio.gather(*map(_stop, workers))
+
+
+def _arguments(
+    engines: EngineOptions, settings: Settings, nats_url: str, name: str, folder: str
+) -> list[str]:
+    options = {
+        "--nats": nats_url,
+        "--name": name,
+        "--folder": f"{folder}/{name}",
+        "--blocks": engines.blocks_per_worker,
+        "--block-bytes": engines.block_bytes,
+        "--block-tokens": engines.block_tokens,
+        "--prefill-tokens-per-second": engines.prefill_tokens_per_second,
+        "--decode-tokens-per-second": engines.decode_tokens_per_second,
+        "--speed": engines.speed,
+        "--parent-pid": os.getpid(),
+        "--creds": settings.nats.credentials or None,
+    }
+    sidecar = settings.sidecar
+    sets = {
+        "sidecar.transport": sidecar.transport,
+        "sidecar.lease_ttl_seconds": sidecar.lease_ttl_seconds,
+        "sidecar.digest_seconds": sidecar.digest_seconds,
+        "sidecar.pull_deadline_seconds": sidecar.pull_deadline_seconds,
+        "sidecar.max_outbox_bytes": sidecar.max_outbox_bytes,
+    }
+    given = [(flag, str(value)) for flag, value in options.items() if value is not None]
+    given += [("--set", f"{key}={value}") for key, value in sets.items()]
+    command = [sys.executable, "-P", "-m", "kvatlas", "worker"]
+    return [*command, *(word for pair in given for word in pair)]
+
+
+async def _until_known(workers: list[Process], index: IndexService) -> None:
+    """Return when as many workers as were started have introduced themselves to the index."""
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while sum(view.info is not None for view in index.index.instances()) < len(workers):
+                if ended := [w.returncode for w in workers if w.returncode is not None]:
+                    raise WorkerNotStarted(f"a reference worker ended with status {ended[0]}")
+                await asyncio.sleep(LOOK_SECONDS)
+    except TimeoutError as error:
+        raise WorkerNotStarted(f"no reference worker within {START_SECONDS} s") from error
+
+
+async def _stop(worker: Process) -> None:
+    if worker.returncode is not None:
+        return
+    worker.terminate()
+    try:
+        await asyncio.wait_for(worker.wait(), STOP_SECONDS)
+    except TimeoutError:
+        _logger.warning("worker %d did not stop in %s s: killed", worker.pid, STOP_SECONDS)
+        worker.kill()
+        await worker.wait()

@@ -1,0 +1,1 @@
+"""What runs inside or beside an inference engine; imports the base dependencies only."""

@@ -1,0 +1,134 @@
+"""What an engine's adapter calls. Everything expensive happens in the sidecar."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvatlas.schemas.errors import InvalidBlock
+from kvatlas.schemas.hashing import Extra, pack_tokens
+from kvatlas.schemas.ids import Tier
+from kvatlas.worker_hooks.raw_events import (
+    EngineHash,
+    RawCleared,
+    RawEvent,
+    RawListed,
+    RawRemoved,
+    RawStored,
+    encode_raw,
+)
+from kvatlas.worker_hooks.ring import RingWriter
+
+#: events of a listing appended by one call, so that no engine step pays for all of it
+_LISTED_PER_CALL = 64
+
+
+class WorkerHook:
+    """Appends what the engine does to the ring, in about a microsecond.
+
+    All calls come from one thread. None waits and none raises: what cannot be encoded is counted in
+    `num_rejected`, what finds no room in `num_lost`, and the sidecar learns of a loss.
+    """
+
+    def __init__(self, ring: RingWriter) -> None:
+        self._ring = ring
+        self._held: Callable[[], Iterator[RawStored]] | None = None
+        self._listing: Iterator[RawStored] | None = None
+        self._listings_begun = 0
+        self.num_appended = 0
+        self.num_rejected = 0
+
+    @property
+    def num_lost(self) -> int:
+        """Events for which the ring had no room."""
+        return self._ring.num_dropped
+
+    def answer_listings(self, held: Callable[[], Iterator[RawStored]]) -> None:
+        """List with `held` what the engine holds whenever the sidecar asks for it.
+
+        With it the sidecar recovers from a loss or a restart exactly. `held` yields parents before
+        their children. The engine may change while its answer is read: it has to skip what is gone
+        by then. The ring has to be created with `lists`.
+        """
+        self._held = held
+
+    def stored(
+        self,
+        engine_hashes: Sequence[EngineHash],
+        parent: EngineHash | None,
+        tokens: bytes | Sequence[int],
+        *,
+        tier: Tier = Tier.hbm,
+        lora: str | None = None,
+        cache_salt: str | None = None,
+        extras: Sequence[Extra] = (),
+        first_token: int = 0,
+        group: int = 0,
+    ) -> None:
+        """Report blocks of one chain, with their tokens (ids, or packed u32 LE)."""
+        try:
+            packed = tokens if type(tokens) is bytes else pack_tokens(tokens)
+            hashes, tagged = tuple(engine_hashes), tuple(extras)
+        except (InvalidBlock, TypeError):
+            self.num_rejected += 1
+            return
+        self._append(
+            RawStored(hashes, parent, packed, tier, lora, cache_salt, tagged, first_token, group)
+        )
+
+    def removed(
+        self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.hbm, group: int = 0
+    ) -> None:
+        """Report blocks that the tier no longer holds."""
+        try:
+            hashes = tuple(engine_hashes)
+        except TypeError:
+            self.num_rejected += 1
+            return
+        self._append(RawRemoved(hashes, tier, group))
+
+    def cleared(self, tier: Tier | None = None) -> None:
+        """Report that a tier, or all of them, is empty."""
+        self._append(RawCleared(tier))
+
+    def pump(self) -> None:
+        """Go on with a listing that the sidecar wants. An idle engine calls it now and then."""
+        if self._listing is not None or self._ring.listings_wanted != self._listings_begun:
+            self._list_some()
+
+    def close(self) -> None:
+        """Let go of the ring."""
+        self._ring.close()
+
+    def _append(self, event: RawEvent) -> None:
+        if self._append_only(event):
+            self.pump()
+
+    def _append_only(self, event: RawEvent) -> bool:
+        try:
+            record = encode_raw(event)
+        except (TypeError, ValueError, OverflowError):
+            self.num_rejected += 1
+            return False
+        self.num_appended += 1
+        return self._ring.append(record)
+
+    def _list_some(self) -> None:
+        if self._ring.listings_wanted != self._listings_begun:
+            self._listings_begun = self._ring.listings_wanted
+            self._listing = self._held() if self._held is not None else iter(())
+        assert self._listing is not None
+        for _ in range(_LISTED_PER_CALL):
+            if self._ring.waiting_bytes > self._ring.capacity // 2:
+                return  # goes on when the sidecar has caught up
+            try:
+                block = next(self._listing)
+            except StopIteration:
+                self._end_listing(complete=self._held is not None)
+                return
+            except (LookupError, RuntimeError, TypeError, ValueError):
+                self.num_rejected += 1  # the engine changed under its own iterator
+                self._end_listing(complete=False)
+                return
+            self._append_only(block)
+
+    def _end_listing(self, *, complete: bool) -> None:
+        self._listing = None
+        self._append_only(RawListed(complete))

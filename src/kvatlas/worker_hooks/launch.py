@@ -1,0 +1,84 @@
+"""Starting a sidecar from within an engine; imports nothing of the bus."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+
+STOP_SECONDS = 15.0
+
+
+class SidecarProcess:
+    """A sidecar that this process has started; leaving it as a context stops it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_seconds: float = STOP_SECONDS) -> int:
+        """Return its exit status when it has ended; raises subprocess.TimeoutExpired."""
+        return self._process.wait(timeout_seconds)
+
+    def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
+        """Let it publish what is left and end; kill it if it takes longer. Idempotent."""
+        self._process.terminate()
+        try:
+            return self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """End it at once, as a crash would."""
+        self._process.kill()
+        return self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def start_sidecar(options: SidecarOptions, log_file: Path | None = None) -> SidecarProcess:
+    """Start a sidecar with these options and return at once; `SidecarChannel.wait_ready` waits.
+
+    The options travel through its standard input, so that keys show in no list of processes. It
+    writes warnings to `log_file`, or where this process does, and has a session of its own: Ctrl-C
+    reaches it through its engine's end.
+    """
+    options.validate()
+    command = [sys.executable, "-P", "-m", "kvatlas.worker_hooks.sidecar"]
+    if log_file is None:
+        process = _start(command, None)
+    else:
+        with log_file.open("ab") as log:
+            process = _start(command, log.fileno())
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(msgspec.json.encode(options))
+    return SidecarProcess(process)
+
+
+def _start(command: list[str], log: int | None) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+    )

@@ -1,0 +1,101 @@
+"""What a sidecar is told when it starts."""
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvatlas import __version__
+from kvatlas.events.subjects import lease_subject
+from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.fleet import NamespaceDescriptor, Role, TierCapacity, WorkerInfo
+from kvatlas.schemas.ids import InstanceId, Tier
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One instance and the engine beside it.
+
+    The engine has made the ring at `ring_path`; the sidecar makes the serve pool at `pool_path`
+    (with `num_slots` above 0) and listens at `socket_path`.
+    """
+
+    nats_url: str
+    worker: str
+    rank: Annotated[int, Meta(ge=0)] = 0
+    #: the model of the namespaces; `aliases` are further names that requests may use
+    model: str
+    aliases: tuple[str, ...] = ()
+    adapters: dict[str, str] = {}
+    base_url: str = ""
+    descriptor: NamespaceDescriptor
+    #: KV groups that full-prefix reuse needs
+    groups: tuple[int, ...] = (0,)
+    role: Role = Role.both
+    #: 16 bytes; empty means that nothing may be pulled from here or to here
+    kv_fingerprint: bytes = b""
+    #: blocks that the engine's own memory takes
+    num_blocks: int = 0
+    versions: dict[str, str] = {}
+
+    ring_path: str
+    socket_path: str
+    pool_path: str = ""
+    #: slots of the serve pool and bytes of each; 0 serves and pulls nothing
+    num_slots: Annotated[int, Meta(ge=0)] = 0
+    block_bytes: Annotated[int, Meta(ge=0)] = 0
+    #: how blocks travel: `nixl`, `memory` within one process, `none`
+    transport: Annotated[str, Meta(pattern="^(nixl|memory|none)$")] = "nixl"
+
+    creds_file: str = ""
+    nkey_file: str = ""
+    #: keys the roots of salted namespaces
+    fleet_key: bytes = b""
+    #: let the tokens of prompts travel in events
+    include_tokens: bool = False
+    #: a worker silent for this long is forgotten; short forgets slow ones
+    lease_ttl_seconds: Seconds = 5.0
+    #: how often digests are published; seldom shows divergence late
+    digest_seconds: Seconds = 2.0
+    #: events waiting for the broker; more become one resync
+    max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
+    #: how long a stopping sidecar waits for the broker
+    stop_seconds: Seconds = 5.0
+    #: the sidecar ends with this process; 0 takes the one that made the ring
+    parent_pid: Annotated[int, Meta(ge=0)] = 0
+
+    def validate(self) -> None:
+        """Raise InvalidSetting for the first rule that is broken."""
+        if self.kv_fingerprint and len(self.kv_fingerprint) != 16:
+            problem = f"{len(self.kv_fingerprint)} bytes, expected 16 or none"
+            raise InvalidSetting("kv_fingerprint", "sidecar", problem)
+        if self.num_slots and not (self.pool_path and self.block_bytes):
+            problem = f"{self.num_slots} slots need pool_path and block_bytes"
+            raise InvalidSetting("num_slots", "sidecar", problem)
+
+    @property
+    def instance(self) -> InstanceId:
+        """The instance that the sidecar speaks for."""
+        return InstanceId(self.worker, self.rank)
+
+    @property
+    def path_of_pool(self) -> Path:
+        """Where the serve pool lies."""
+        return Path(self.pool_path)
+
+    def worker_info(self) -> WorkerInfo:
+        """Return what WorkerUp says."""
+        capacity = self.num_blocks or self.num_slots
+        return WorkerInfo(
+            base_url=self.base_url,
+            models=(self.model, *self.aliases),
+            descriptor=self.descriptor,
+            kv_fingerprint=self.kv_fingerprint,
+            tiers=(TierCapacity(Tier.hbm, capacity),) if capacity else (),
+            adapters=self.adapters,
+            groups=self.groups,
+            role=self.role,
+            sidecar=lease_subject(self.instance),
+            versions={"kvatlas": __version__, **self.versions},
+        )

@@ -1,0 +1,334 @@
+"""What only NATS does: connecting, permissions, refusals, and buckets that others can read."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import nats
+import pytest
+from nats.js.api import StreamConfig
+
+from kvatlas.events.bus import KeyChange, Message
+from kvatlas.events.embedded import EmbeddedServer, embedded_server
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, StreamRefused
+from testkit.bus import Collected, a_stream
+
+USERS = """
+authorization { users: [
+  { user: admin, password: right }
+  { user: w1, password: right, permissions: {
+      publish: { allow: ["test.w1", "$JS.API.STREAM.INFO.TEST"] }
+      subscribe: { allow: ["_INBOX.>"] } } }
+] }
+"""
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    async with embedded_server(tmp_path) as server:
+        yield server
+
+
+def as_user(url: str, user: str, password: str = "right") -> str:
+    return url.replace("nats://", f"nats://{user}:{password}@")
+
+
+async def test_connecting_waits_for_a_broker_that_comes_later(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await server.start()
+    await server.stop()
+    connecting = asyncio.create_task(NatsBus.connect(server.url))
+    done, _ = await asyncio.wait((connecting,), timeout=0.1)
+    assert not done
+    await server.restart()
+    async with await connecting as bus:
+        assert bus.connected
+    await server.stop()
+
+
+async def test_connecting_gives_up_when_told_to(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await server.start()
+    await server.stop()
+    before = asyncio.all_tasks()
+    with pytest.raises(BusUnavailable, match=r"no broker at nats://127.* within 0.1 s"):
+        await NatsBus.connect(server.url, wait_seconds=0.1)
+    assert asyncio.all_tasks() == before
+
+
+async def test_connecting_can_be_cancelled(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await server.start()
+    await server.stop()
+    before = asyncio.all_tasks()
+    connecting = asyncio.create_task(NatsBus.connect(server.url))
+    await asyncio.wait((connecting,), timeout=0.05)
+    connecting.cancel()
+    await asyncio.wait((connecting,))
+    assert asyncio.all_tasks() == before
+
+
+async def test_one_of_several_addresses_is_enough(server: EmbeddedServer, tmp_path: Path) -> None:
+    other = EmbeddedServer(tmp_path / "other")
+    await other.start()
+    await other.stop()
+    async with await NatsBus.connect(f"{other.url},{server.url}") as bus:
+        assert bus.connected
+
+
+async def test_wrong_credentials_are_told_and_not_tried_for_ever(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    async with embedded_server(tmp_path, settings=USERS) as server:
+        for url in (server.url, as_user(server.url, "admin", "wrong")):
+            with pytest.raises(InvalidSetting, match="credentials"):
+                await NatsBus.connect(url)
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_password_in_an_address_is_in_no_error_and_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    async with embedded_server(tmp_path, settings=USERS) as server:
+        async with NatsBus(as_user(server.url, "admin")):
+            pass
+        for user in ("admin", "nobody"):
+            with pytest.raises(InvalidSetting) as wrong:
+                await NatsBus.connect(as_user(server.url, user, "secret"))
+            assert "secret" not in str(wrong.value)
+    with pytest.raises(BusUnavailable) as away:
+        await NatsBus.connect(as_user(server.url, "admin", "secret"), wait_seconds=0.05)
+    assert "secret" not in str(away.value)
+    assert not any(word in caplog.text for word in ("right@", ":right", "secret"))
+
+
+@pytest.mark.parametrize("address", ["nats://host:port", "nats://none:1"])
+async def test_an_address_that_is_none_is_told(address: str) -> None:
+    with pytest.raises(InvalidSetting, match="servers"):
+        await NatsBus.connect(address)
+
+
+async def test_a_key_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="no such file"):
+        await NatsBus.connect("nats://127.0.0.1:1", creds_file=tmp_path / "none.creds")
+
+
+@pytest.mark.skipif(find_spec("nkeys") is not None, reason="is about its absence")
+async def test_the_package_that_keys_need_is_told(tmp_path: Path) -> None:
+    (tmp_path / "seed.nk").write_text("SU...")
+    with pytest.raises(InvalidSetting, match=r"pip install 'nats-py\[nkeys\]'"):
+        await NatsBus.connect("nats://127.0.0.1:1", nkey_file=tmp_path / "seed.nk")
+
+
+async def test_a_denied_subject_is_refused_and_holds_up_no_other(tmp_path: Path) -> None:
+    async with embedded_server(tmp_path, settings=USERS) as server:
+        async with NatsBus(as_user(server.url, "admin")) as admin:
+            await admin.declare_stream(a_stream())
+        async with NatsBus(as_user(server.url, "w1")) as bus:
+            publisher = bus.publisher("TEST")
+            await publisher.publish("test.w1", b"1")
+            await publisher.publish("test.W2", b"not mine")
+            await publisher.publish("test.w1", b"2")
+            with pytest.raises(StreamRefused, match=r"test\.W2: permission denied"):
+                await publisher.flush()
+            await publisher.publish("test.w1", b"3")
+            await publisher.flush()
+            assert await bus.last_sequence("TEST") == 3
+
+
+READER = """
+authorization { users: [
+  { user: admin, password: right }
+  { user: reader, password: right, permissions: {
+      publish: { allow: [
+        "$JS.API.STREAM.INFO.TEST", "$JS.API.CONSUMER.CREATE.TEST.>", "$JS.FC.TEST.>"
+        "$JS.API.CONSUMER.MSG.NEXT.TEST.>"
+        "$KV.kv_test.>", "$JS.API.STREAM.MSG.GET.KV_kv_test"
+        "$JS.API.STREAM.INFO.KV_kv_test", "$JS.API.CONSUMER.CREATE.KV_kv_test.>"
+        "$JS.FC.KV_kv_test.>" ] }
+      subscribe: { allow: ["_INBOX.>"] } } }
+] }
+"""
+
+
+async def test_the_permissions_in_the_manual_are_enough(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        embedded_server(tmp_path, settings=READER) as server,
+        NatsBus(as_user(server.url, "admin")) as admin,
+        NatsBus(as_user(server.url, "reader")) as bus,
+    ):
+        await admin.declare_stream(a_stream())
+        await admin.keys("kv_test").put("there", b"1")
+        publisher = admin.publisher("TEST")
+        for number in range(5000):
+            await publisher.publish("test.a", b"%d" % number)
+        await publisher.flush()
+        got = Collected[Message]()
+        follower = await bus.follow("TEST", 1, got)
+        await got.count(5000)
+        assert len([message async for message in bus.read_range("TEST", 1, 9999)]) == 5000
+        changes = Collected[KeyChange]()
+        keys = bus.keys("kv_test")
+        await keys.watch(changes)
+        revision = await keys.create("a", b"1", ttl_seconds=60.0)
+        await keys.update("a", b"2", revision)
+        assert await keys.get("a") is not None
+        await keys.delete("a")
+        assert [change.key for change in await changes.count(4)] == ["there", "a", "a", "a"]
+        assert follower.num_healed == 0
+    assert "denies a permission" not in caplog.text
+
+
+async def test_what_the_stream_refuses_is_told_once(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        small = StreamConfig(name="TEST", subjects=["test.>"], max_msg_size=100)
+        await client.jsm().add_stream(small)
+        publisher = bus.publisher("TEST")
+        for size in (10, 1000, 10):
+            await publisher.publish("test.a", bytes(size))
+        with pytest.raises(StreamRefused, match="message size exceeds maximum"):
+            await publisher.flush()
+        await publisher.flush()
+        assert await bus.last_sequence("TEST") == 2
+
+
+async def test_a_refusal_is_told_to_the_next_of_its_subject(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        small = StreamConfig(name="TEST", subjects=["test.>"], max_msg_size=100)
+        await client.jsm().add_stream(small)
+        publisher = bus.publisher("TEST")
+        await publisher.publish("test.a", bytes(1000))
+        while publisher.num_unacked:
+            await publisher.publish("test.b", b"")
+            await bus.last_sequence("TEST")
+        with pytest.raises(StreamRefused, match=r"test\.a"):
+            await publisher.publish("test.a", b"")
+        await publisher.publish("test.a", b"")
+        await publisher.flush()
+
+
+async def test_a_subject_outside_the_stream_is_refused(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        await publisher.publish("elsewhere.a", b"")
+        await publisher.publish("test.a", b"")
+        with pytest.raises(StreamRefused, match=r"elsewhere\.a: no subject of this stream"):
+            await publisher.flush()
+        assert await bus.last_sequence("TEST") == 1
+
+
+async def test_a_stream_that_is_declared_late_gets_what_waited(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus:
+        publisher = bus.publisher("TEST")
+        for number in range(5):
+            await publisher.publish("test.a", b"%d" % number)
+        await bus.declare_stream(a_stream())
+        await publisher.flush()
+        got = [message.payload async for message in bus.read_range("TEST", 1, 99)]
+        assert got == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_streams_of_one_subject_are_refused(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream("ONE"))
+        with pytest.raises(StreamRefused, match="overlap"):
+            await bus.declare_stream(a_stream("TWO"))
+
+
+async def test_a_stream_that_does_not_fit_the_storage_is_refused(tmp_path: Path) -> None:
+    limits = 'jetstream { max_file: 1MB, store_dir: "%s" }' % (tmp_path / "streams")
+    async with embedded_server(tmp_path, settings=limits) as server, NatsBus(server.url) as bus:
+        with pytest.raises((StreamRefused, BusUnavailable), match="insufficient storage"):
+            await bus.declare_stream(a_stream(max_bytes=1 << 30))
+
+
+async def test_a_bucket_is_one_for_every_nats_client(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        keys = bus.keys("kv_test")
+        await keys.put("lease.w1.0", b"1")
+        bucket = await client.jetstream().key_value("kv_test")
+        assert (await bucket.get("lease.w1.0")).value == b"1"
+        changes = Collected[KeyChange]()
+        await keys.watch(changes)
+        await bucket.put("theirs", b"2")
+        await bucket.delete("lease.w1.0")
+        await changes.count(3)
+        assert [(c.key, c.reason) for c in changes.items] == [
+            ("lease.w1.0", "put"),
+            ("theirs", "put"),
+            ("lease.w1.0", "deleted"),
+        ]
+
+
+async def test_a_follower_of_a_stream_made_anew_is_told_and_goes_on(
+    server: EmbeddedServer,
+) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        got, holes = Collected[Message](), Collected[tuple[int, int]]()
+        for number in range(3):
+            await publisher.publish("test.a", b"%d" % number)
+        follower = await bus.follow("TEST", 1, got, lambda *hole: holes(hole))
+        await got.count(3)
+        await client.jsm().delete_stream("TEST")
+        await bus.declare_stream(a_stream())
+        for number in range(3, 10):
+            await publisher.publish("test.a", b"%d" % number)
+        messages = await got.count(10)
+        assert [int(message.payload) for message in messages] == list(range(10))
+        assert holes.items == [(4, 1)]
+        assert follower.num_healed == 1
+
+
+async def test_a_follower_beyond_the_stream_is_told_that_it_went_back(
+    server: EmbeddedServer,
+) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        for number in range(3):
+            await publisher.publish("test.a", b"%d" % number)
+        await publisher.flush()
+        got, holes = Collected[Message](), Collected[tuple[int, int]]()
+        await bus.follow("TEST", 100, got, lambda *hole: holes(hole))
+        await got.count(3)
+        assert holes.items == [(100, 1)]
+
+
+async def test_following_from_the_next_message_is_no_hole(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        await publisher.publish("test.a", b"1")
+        await publisher.flush()
+        got, holes = Collected[Message](), Collected[tuple[int, int]]()
+        await bus.follow("TEST", 2, got, lambda *hole: holes(hole))
+        await publisher.publish("test.a", b"2")
+        await got.count(1)
+        assert holes.items == []
+
+
+async def test_a_callback_that_raises_is_logged_and_stops_nothing(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    got = Collected[Message]()
+
+    def fussy(message: Message) -> None:
+        got(message)
+        if message.payload == b"1":
+            raise ValueError("no ones")
+
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        await bus.follow("TEST", 1, fussy)
+        publisher = bus.publisher("TEST")
+        for number in range(3):
+            await publisher.publish("test.a", b"%d" % number)
+        assert [message.payload for message in await got.count(3)] == [b"0", b"1", b"2"]
+    assert "a callback of the bus failed" in caplog.text

@@ -1,0 +1,15 @@
+"""Indexes that tests compare."""
+
+from kvatlas.indexer import FlatRadixIndex
+
+
+def tiny_index(max_instances: int = 1 << 16, max_bytes: int = 1 << 23) -> FlatRadixIndex:
+    """Return an index that has to grow and to sweep everything from the first blocks on."""
+    return FlatRadixIndex(
+        max_instances=max_instances,
+        max_bytes=max_bytes,
+        segment_cells=4,
+        first_segments=2,
+        set_rows=2,
+        set_words=2,
+    )

@@ -1,0 +1,197 @@
+"""Who may serve a prompt: models, adapters, groups, ranks."""
+
+import pytest
+
+from kvatlas.indexer.reader import InstanceMatch
+from kvatlas.router.candidates import line_up
+from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
+from kvatlas.schemas.fleet import Role
+from kvatlas.schemas.hashing import Extra, HashAlgorithm
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.routing import CandidateScore
+from testkit.fleet import MODEL, Fleet, a_prompt, a_request
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def matches(scores: tuple[CandidateScore, ...]) -> dict[str, int]:
+    return {f"{score.worker}/{score.rank}": score.match_tokens for score in scores}
+
+
+def test_two_block_sizes_are_compared_in_tokens(fleet: Fleet) -> None:
+    prompt = a_prompt(1_000)
+    fleet.up("small", block_tokens=16)
+    fleet.up("large", block_tokens=64)
+    fleet.holds("small", prompt, num_blocks=20)
+    fleet.holds("large", prompt, num_blocks=6)
+    answer = fleet.router().score(a_request(prompt))
+    assert matches(answer.candidates) == {"large/0": 384, "small/0": 320}
+    assert answer.chosen == InstanceId("large", 0)
+
+
+def test_two_hash_algorithms_serve_one_model(fleet: Fleet) -> None:
+    prompt = a_prompt(64)
+    fleet.up("w1", algorithm=HashAlgorithm.xxh3_128)
+    fleet.up("w2", algorithm=HashAlgorithm.sha256_128)
+    fleet.holds("w1", prompt, num_blocks=1)
+    fleet.holds("w2", prompt)
+    answer = fleet.router().score(a_request(prompt))
+    assert matches(answer.candidates) == {"w2/0": 64, "w1/0": 16}
+
+
+def test_a_prompt_is_hashed_once_for_each_group(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(10):
+        fleet.up(f"w{n}", block_tokens=16 if n % 2 else 32)
+    router = fleet.router()
+    asked: list[bytes] = []
+    match = fleet.state.match
+
+    def watched(chain: bytes) -> list[InstanceMatch]:
+        asked.append(chain)
+        return match(chain)
+
+    monkeypatch.setattr(fleet.state, "match", watched)
+    router.score(a_request(a_prompt(64)))
+    assert sorted(len(chain) // 16 for chain in asked) == [2, 4]
+
+
+def test_ranks_are_candidates_of_their_own(fleet: Fleet) -> None:
+    prompt = a_prompt(64)
+    fleet.up("w1", rank=0)
+    fleet.up("w1", rank=1)
+    fleet.holds("w1", prompt, rank=1)
+    answer = fleet.router().score(a_request(prompt))
+    assert matches(answer.candidates) == {"w1/1": 64, "w1/0": 0}
+
+
+def test_every_name_of_a_model_has_the_same_blocks(fleet: Fleet) -> None:
+    fleet.up("w1", models=(MODEL, "alias"))
+    fleet.holds("w1", a_prompt(64))
+    answer = fleet.router().score(a_request(a_prompt(64), model="alias"))
+    assert matches(answer.candidates) == {"w1/0": 64}
+
+
+def test_another_model_has_other_blocks(fleet: Fleet) -> None:
+    fleet.up("w1")
+    fleet.up("w2", model="other")
+    fleet.holds("w1", a_prompt(64))
+    answer = fleet.router().score(a_request(a_prompt(64), model="other"))
+    assert matches(answer.candidates) == {"w2/0": 0}
+
+
+class TestAdapters:
+    @pytest.fixture
+    def fleet(self, fleet: Fleet) -> Fleet:
+        fleet.up("w1", adapters={"style": MODEL})
+        fleet.up("w2")
+        fleet.holds("w1", a_prompt(64), lora="style")
+        fleet.holds("w2", a_prompt(64))
+        return fleet
+
+    def test_an_adapters_name_as_model_is_resolved(self, fleet: Fleet) -> None:
+        answer = fleet.router().score(a_request(a_prompt(64), model="style"))
+        assert matches(answer.candidates) == {"w1/0": 64}
+
+    def test_an_adapter_beside_its_model_says_the_same(self, fleet: Fleet) -> None:
+        answer = fleet.router().score(a_request(a_prompt(64), lora="style"))
+        assert matches(answer.candidates) == {"w1/0": 64}
+
+    def test_the_base_model_does_not_share_its_blocks(self, fleet: Fleet) -> None:
+        answer = fleet.router().score(a_request(a_prompt(64)))
+        assert matches(answer.candidates) == {"w2/0": 64, "w1/0": 0}
+
+    def test_an_adapter_of_an_adapter_is_refused(self, fleet: Fleet) -> None:
+        with pytest.raises(InvalidRequest, match="lora: the model is an adapter itself"):
+            fleet.router().score(a_request(a_prompt(64), model="style", lora="other"))
+
+    def test_an_adapter_that_nobody_has_is_refused(self, fleet: Fleet) -> None:
+        with pytest.raises(InvalidRequest, match="lora: no worker of the model has this adapter"):
+            fleet.router().score(a_request(a_prompt(64), lora="other"))
+
+
+class TestSaltsAndExtras:
+    def test_a_salt_sees_its_own_blocks_only(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.holds("w1", a_prompt(64), cache_salt="alice")
+        router = fleet.router()
+        found = {
+            salt: router.score(a_request(a_prompt(64), cache_salt=salt)).candidates[0].match_tokens
+            for salt in ("alice", "bob", "", None)
+        }
+        assert found == {"alice": 64, "bob": 0, "": 0, None: 0}
+
+    def test_the_fleet_key_is_part_of_a_salted_name(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.holds("w1", a_prompt(64), cache_salt="alice", fleet_key=b"key")
+        request = a_request(a_prompt(64), cache_salt="alice")
+        assert fleet.router().score(request).candidates[0].match_tokens == 0
+        assert fleet.router(fleet_key=b"key").score(request).candidates[0].match_tokens == 64
+
+    def test_an_image_is_part_of_its_blocks_name(self, fleet: Fleet) -> None:
+        image = Extra(16, "image", "cat", 16)
+        fleet.up("w1")
+        fleet.holds("w1", a_prompt(64), extras=[image])
+        router = fleet.router()
+        with_cat = router.score(a_request(a_prompt(64), extras=(image,)))
+        with_dog = router.score(a_request(a_prompt(64), extras=(Extra(16, "image", "dog", 16),)))
+        assert with_cat.candidates[0].match_tokens == 64
+        assert with_dog.candidates[0].match_tokens == 16
+
+
+class TestWhoIsACandidate:
+    def test_nobody_serves_an_unknown_model(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        with pytest.raises(UnknownModel, match="no worker serves model 'x'"):
+            fleet.router().score(a_request(a_prompt(4), model="x"))
+
+    def test_a_gone_worker_is_none(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2")
+        fleet.down("w1")
+        answer = fleet.router().score(a_request(a_prompt(4)))
+        assert matches(answer.candidates) == {"w2/0": 0}
+
+    def test_a_worker_that_only_decodes_is_none(self, fleet: Fleet) -> None:
+        fleet.up("w1", role=Role.decode)
+        with pytest.raises(NoCandidate, match="all of its workers only decode"):
+            fleet.router().score(a_request(a_prompt(4)))
+
+    def test_a_worker_that_comes_later_is_found(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        router = fleet.router()
+        assert router.score(a_request(a_prompt(4))).num_candidates == 1
+        fleet.up("w2")
+        assert router.score(a_request(a_prompt(4))).num_candidates == 2
+
+    def test_each_tier_is_told(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.holds("w1", a_prompt(64), num_blocks=1)
+        fleet.holds("w1", a_prompt(64), tier=Tier.dram)
+        [score] = fleet.router().score(a_request(a_prompt(64))).candidates
+        assert score.match_tokens_by_tier == {"hbm": 16, "dram": 48}
+
+
+class TestKvClasses:
+    def kv_classes(self, fleet: Fleet) -> tuple[int, ...]:
+        return line_up(fleet.state.serving(MODEL), MODEL, None).kv_class_of
+
+    def test_equal_fingerprints_exchange_kv(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2")
+        assert self.kv_classes(fleet) == (1, 1)
+
+    def test_an_empty_fingerprint_exchanges_with_nobody(self, fleet: Fleet) -> None:
+        fleet.up("w1", kv_fingerprint=b"")
+        fleet.up("w2", kv_fingerprint=b"")
+        assert self.kv_classes(fleet) == (0, 0)
+
+    def test_other_fingerprints_and_other_blocks_do_not(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2", kv_fingerprint=b"g" * 16)
+        fleet.up("w3", block_tokens=32)
+        assert self.kv_classes(fleet) == (1, 2, 3)

@@ -1,0 +1,311 @@
+"""What the edge makes of an engine's words."""
+
+import pytest
+
+from kvatlas.schemas.digest import digest_of
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.hashing import Extra
+from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Digest,
+    Inventory,
+    KvEvent,
+    NamespaceSeen,
+    Resync,
+)
+from kvatlas.worker_hooks import inventory
+from kvatlas.worker_hooks.edge import Edge
+from kvatlas.worker_hooks.raw_events import RawCleared, RawListed, RawLost, RawStored
+from testkit.engine_words import DESCRIPTOR, MODEL, chain_of, removed, stored, tokens_of
+
+ROOT = DESCRIPTOR.namespace(MODEL, None, None).root()
+
+
+@pytest.fixture
+def edge() -> Edge:
+    return Edge(MODEL, DESCRIPTOR)
+
+
+def without_namespaces(events: list[KvEvent]) -> list[KvEvent]:
+    return [event for event in events if not isinstance(event, NamespaceSeen)]
+
+
+def held(edge: Edge, tier: Tier = Tier.hbm) -> set[bytes]:
+    return {block for block, _ in edge.residency.blocks(tier)}
+
+
+def test_blocks_get_the_hashes_that_a_router_computes(edge: Edge) -> None:
+    assert edge.handle([stored(1, 2)]) == [
+        NamespaceSeen(ROOT, MODEL, 4, DESCRIPTOR.algorithm),
+        BlockStored(ROOT, b"".join(chain_of(1, 2))),
+    ]
+
+
+def test_a_chain_goes_on_below_its_parent(edge: Edge) -> None:
+    edge.handle([stored(1, 2)])
+    (event,) = edge.handle([stored(3, parent=2)])
+    assert event == BlockStored(ROOT, chain_of(1, 2, 3)[2], chain_of(1, 2)[1])
+
+
+def test_neighbours_of_one_chain_become_one_event(edge: Edge) -> None:
+    events = edge.handle([stored(1), stored(2, parent=1), stored(3, parent=2)])
+    assert without_namespaces(events) == [BlockStored(ROOT, b"".join(chain_of(1, 2, 3)))]
+
+
+def test_branches_stay_apart(edge: Edge) -> None:
+    events = edge.handle([stored(1), stored(2, parent=1), stored(3, parent=1)])
+    assert [e.hashes for e in without_namespaces(events) if isinstance(e, BlockStored)] == [
+        b"".join(chain_of(1, 2)),
+        chain_of(1, 3)[1],
+    ]
+
+
+def test_removals_go_by_the_engines_hash(edge: Edge) -> None:
+    edge.handle([stored(1, 2, 3)])
+    assert edge.handle([removed(3), removed(2)]) == [
+        BlockRemoved(ROOT, chain_of(1, 2, 3)[2] + chain_of(1, 2)[1])
+    ]
+    assert held(edge) == set(chain_of(1))
+    assert edge.num_blocks == 1
+
+
+def test_nothing_changes_places(edge: Edge) -> None:
+    events = edge.handle([stored(1), removed(1), stored(1)])
+    kinds = [type(event) for event in without_namespaces(events)]
+    assert kinds == [BlockStored, BlockRemoved, BlockStored]
+
+
+def test_what_is_held_already_is_no_news(edge: Edge) -> None:
+    edge.handle([stored(1, 2)])
+    assert edge.handle([stored(1, 2)]) == []
+    assert edge.counters.duplicate_blocks == 2
+
+
+def test_removals_of_unknown_blocks_are_counted(edge: Edge) -> None:
+    assert edge.handle([removed(7, 8)]) == []
+    assert edge.counters.unknown_removals == 2
+
+
+def test_two_engine_hashes_of_one_block_are_two_copies(edge: Edge) -> None:
+    other = RawStored((b"other",), None, tokens_of(1))
+    assert len(without_namespaces(edge.handle([stored(1), other]))) == 1
+    assert edge.handle([removed(1)]) == []
+    assert edge.handle([removed(b"other")]) == [BlockRemoved(ROOT, chain_of(1)[0])]  # type: ignore[arg-type]
+
+
+def test_an_engine_hash_taken_for_another_block_lets_the_first_go(edge: Edge) -> None:
+    edge.handle([stored(1)])
+    events = edge.handle([RawStored((1,), None, tokens_of(2))])
+    assert events == [
+        BlockRemoved(ROOT, chain_of(1)[0]),
+        BlockStored(ROOT, chain_of(2)[0]),
+    ]
+
+
+def test_tiers_are_apart(edge: Edge) -> None:
+    edge.handle([stored(1), stored(1, tier=Tier.dram)])
+    assert edge.handle([removed(1)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+    assert held(edge, Tier.dram) == set(chain_of(1))
+    # its parent is known as long as any tier holds it
+    assert isinstance(edge.handle([stored(2, parent=1)])[0], BlockStored)
+
+
+def test_a_store_below_an_unknown_parent_waits_for_it(edge: Edge) -> None:
+    assert edge.handle([stored(3, parent=2), stored(2, parent=1)]) == []
+    events = without_namespaces(edge.handle([stored(1)]))
+    assert events == [BlockStored(ROOT, b"".join(chain_of(1, 2, 3)))]
+    assert edge.counters.parked_events == 2
+    assert edge.counters.orphaned_events == 0
+
+
+def test_what_was_removed_while_it_waited_does_not_rise_again(edge: Edge) -> None:
+    edge.handle([stored(2, 3, parent=1), removed(3)])
+    edge.handle([stored(1)])
+    assert held(edge) == set(chain_of(1, 2))
+
+
+def test_a_removal_in_one_tier_leaves_what_waits_for_another(edge: Edge) -> None:
+    edge.handle([stored(2, parent=1, tier=Tier.dram), removed(2), removed(2, tier=Tier.dram)])
+    edge.handle([stored(1)])
+    assert held(edge, Tier.dram) == set()
+
+
+def test_clearing_drops_what_waits(edge: Edge) -> None:
+    edge.handle([stored(2, parent=1), RawCleared()])
+    edge.handle([stored(1)])
+    assert held(edge) == set(chain_of(1))
+
+
+def test_orphans_are_bounded_and_the_oldest_leave() -> None:
+    edge = Edge(MODEL, DESCRIPTOR, max_parked_bytes=1000)
+    edge.handle([stored(100 + i, parent=i) for i in range(1, 20)])
+    assert 0 < edge.counters.orphaned_events < 19
+    edge.handle([stored(1), stored(19)])
+    assert chain_of(19, 119)[1] in held(edge)
+    assert chain_of(1, 101)[1] not in held(edge)
+
+
+def test_a_block_is_usable_when_every_group_that_counts_holds_it() -> None:
+    edge = Edge(MODEL, DESCRIPTOR, groups=(0, 2))
+    assert edge.handle([stored(1, 2, group=0)]) == []
+    assert edge.handle([stored(1, 2, group=1)]) == []  # does not count
+    (_, event) = edge.handle([stored(1, group=2)])
+    assert event == BlockStored(ROOT, chain_of(1)[0])
+    assert edge.handle([removed(1, group=0)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+    assert edge.handle([removed(1, group=2)]) == []
+    assert edge.counters.ignored_events == 1
+
+
+def test_only_usable_runs_with_news_are_said() -> None:
+    edge = Edge(MODEL, DESCRIPTOR, groups=(0, 1))
+    edge.handle([stored(1, 2, 3, 4, group=0), removed(2, group=0)])
+    events = without_namespaces(edge.handle([stored(1, 2, 3, 4, group=1)]))
+    chain = chain_of(1, 2, 3, 4)
+    assert events == [
+        BlockStored(ROOT, chain[0]),
+        BlockStored(ROOT, chain[2] + chain[3], chain[1]),
+    ]
+
+
+def test_hashes_without_their_tokens_are_rejected(edge: Edge) -> None:
+    assert edge.handle([RawStored((1, 2), None, tokens_of(1))]) == []
+    assert edge.handle([RawStored((1,), None, tokens_of(1)[:-1])]) == []
+    assert edge.counters.rejected_events == 2
+
+
+def test_salts_and_adapters_are_namespaces_of_their_own(edge: Edge) -> None:
+    edge.handle([stored(1)])
+    salted = edge.handle([RawStored((b"s",), None, tokens_of(1), cache_salt="pepper")])
+    seen = salted[0]
+    assert isinstance(seen, NamespaceSeen)
+    assert seen.salted
+    assert seen.lora is None
+    assert held(edge) == {*chain_of(1), *chain_of(1, salt="pepper")}
+    adapted = edge.handle([RawStored((b"l",), None, tokens_of(1), lora="tuned")])
+    assert isinstance(adapted[0], NamespaceSeen)
+    assert adapted[0].lora == "tuned"
+    # a chain stays in its namespace, whatever its later blocks say
+    (event,) = edge.handle([RawStored((b"s2",), b"s", tokens_of(2))])
+    assert isinstance(event, BlockStored)
+    assert event.root == seen.root
+
+
+def test_extras_make_other_blocks(edge: Edge) -> None:
+    image = Extra(offset=5, kind="image", id="cat", length=2)
+    edge.handle([stored(1, 2, extras=(image,))])
+    assert chain_of(1)[0] in held(edge)
+    assert chain_of(1, 2)[1] not in held(edge)
+
+
+def test_a_namespace_is_told_once_an_epoch(edge: Edge) -> None:
+    edge.handle([stored(1)])
+    assert not any(isinstance(e, NamespaceSeen) for e in edge.handle([stored(2)]))
+    edge.begin_epoch()
+    assert isinstance(edge.handle([stored(3)])[0], NamespaceSeen)
+
+
+def test_namespaces_without_blocks_are_forgotten_and_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvatlas.worker_hooks.edge.MAX_NAMESPACES", 4)
+    edge = Edge(MODEL, DESCRIPTOR)
+    edge.handle([stored(1, cache_salt="keep")])
+    for i in range(50):
+        edge.handle([stored(100 + i, cache_salt=f"s{i}"), removed(100 + i)])
+    assert len(edge._namespaces) <= 9
+    events = edge.handle([stored(2, cache_salt="s3")])
+    assert isinstance(events[0], NamespaceSeen)
+    (kept,) = edge.handle([stored(5, parent=1)])
+    assert isinstance(kept, BlockStored)
+    assert kept.root == DESCRIPTOR.namespace(MODEL, None, "keep").root()
+
+
+def test_a_tier_can_be_cleared_alone(edge: Edge) -> None:
+    edge.handle([stored(1, 2), stored(1, tier=Tier.dram)])
+    assert edge.handle([RawCleared(Tier.hbm)]) == [AllBlocksCleared(Tier.hbm)]
+    assert held(edge) == set()
+    assert held(edge, Tier.dram) == set(chain_of(1))
+    assert edge.handle([removed(2)]) == []
+    assert edge.counters.unknown_removals == 1
+
+
+def test_copies_are_forgotten_with_their_tier(edge: Edge) -> None:
+    edge.handle([stored(1), RawStored((b"other",), None, tokens_of(1)), RawCleared(Tier.hbm)])
+    edge.handle([stored(1)])
+    assert edge.handle([removed(1)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+
+
+def test_after_a_loss_an_engine_that_lists_is_believed_from_nothing(edge: Edge) -> None:
+    edge.handle([stored(1, 2)])
+    events = edge.handle([RawLost(5, listing_follows=True), stored(1), RawListed(True)])
+    assert events == [Resync(0, 0), AllBlocksCleared(None), BlockStored(ROOT, chain_of(1)[0])]
+    assert held(edge) == set(chain_of(1))
+    assert edge.counters.lost_events == 5
+
+
+def test_after_a_loss_an_engine_that_cannot_list_keeps_what_it_had(edge: Edge) -> None:
+    edge.handle([stored(1, 2)])
+    assert edge.handle([RawLost(5, listing_follows=False)]) == [Resync(0, 0)]
+    assert held(edge) == set(chain_of(1, 2))
+
+
+def test_tokens_travel_only_where_asked_for(edge: Edge) -> None:
+    (_, without) = edge.handle([stored(1)])
+    assert isinstance(without, BlockStored)
+    assert without.tokens is None
+    told = Edge(MODEL, DESCRIPTOR, include_tokens=True)
+    told.handle([stored(1)])
+    (event,) = told.handle([stored(1, 2), stored(3, parent=2)])
+    assert isinstance(event, BlockStored)
+    # block 1 is no news, but it is in the run that has news
+    assert event.hashes == b"".join(chain_of(1, 2, 3))
+    assert event.tokens == tokens_of(1, 2, 3)
+
+
+def test_digests_are_of_what_is_held(edge: Edge) -> None:
+    edge.handle([stored(1, 2), stored(9, tier=Tier.ssd), removed(2)])
+    digests = {d.tier: (d.count, d.xor) for d in edge.digests() if isinstance(d, Digest)}
+    assert digests[Tier.hbm] == digest_of(chain_of(1))
+    assert digests[Tier.ssd] == digest_of(chain_of(9))
+    assert set(digests) == set(Tier)
+
+
+def test_the_inventory_is_all_that_is_held_in_bounded_parts(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory.inventory_of, "__defaults__", (2,))
+    edge.handle([stored(1, 2, 3), stored(4, cache_salt="pepper"), stored(5, tier=Tier.ssd)])
+    events = list(edge.inventory(as_of_seq=7))
+    seen, rest = events[:2], events[2:]
+    assert all(isinstance(event, NamespaceSeen) for event in seen)
+    parts = [event for event in rest if isinstance(event, Inventory)]
+    assert len(parts) == len(rest)
+    hbm = [part for part in parts if part.tier is Tier.hbm]
+    assert [(p.part, p.parts) for p in hbm] == [(1, 3), (2, 3), (3, 3)]
+    assert {p.as_of_seq for p in parts} == {7}
+    assert all(len(p.hashes) <= 32 for p in parts)
+    assert b"".join(sorted(p.hashes for p in hbm)) == b"".join(
+        sorted([b"".join(chain_of(1, 2)), chain_of(1, 2, 3)[2], *chain_of(4, salt="pepper")])
+    )
+    assert {p.tier: p.hashes for p in parts if not p.hashes} == dict.fromkeys(
+        [Tier.dram, Tier.remote, Tier.other], b""
+    )
+
+
+def test_blocks_that_somebody_believed_in_are_disowned_unless_held(edge: Edge) -> None:
+    edge.handle([stored(1)])
+    assert edge.disown(chain_of(1)[0]) == []
+    assert edge.disown(b"".join(chain_of(1, 2))) == [BlockRemoved(ROOT, chain_of(1, 2)[1])]
+
+
+def test_sha256_fleets_get_their_own_hashes() -> None:
+    from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
+
+    descriptor = NamespaceDescriptor(4, HashAlgorithm.sha256_128)
+    edge = Edge(MODEL, descriptor)
+    edge.handle([stored(1)])
+    hasher = BlockHasher(descriptor.namespace(MODEL, None, None))
+    assert held(edge) == {hasher.chain(tokens_of(1))}

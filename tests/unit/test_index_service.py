@@ -1,0 +1,335 @@
+"""The shell around the fold, over a bus in memory."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvatlas.events.codec import decode_control, encode
+from kvatlas.events.leases import LeaseKeeper
+from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
+from kvatlas.events.subjects import inventory_subject
+from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.state import IndexState
+from kvatlas.schemas.errors import StreamRefused
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.kv_events import ControlRecord, EventBatch
+from testkit.builders import MODEL, a_batch, digest, hashes, inventory, stored, subject_of, up
+from testkit.bus import Collected, eventually
+
+W1 = InstanceId("w1", 0)
+FAST = ServiceSettings(
+    poll_seconds=0.01,
+    lease_ended_seconds=0.0,
+    lease_missing_seconds=60.0,
+    lease_settling_seconds=0.0,
+    inventory_jitter_seconds=0.0,
+    inventory_timeout_seconds=5.0,
+    inventory_retry_seconds=0.02,
+    inventory_max_retry_seconds=0.04,
+)
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+@pytest.fixture
+async def bus(broker: MemoryBroker) -> AsyncIterator[MemoryBus]:
+    async with broker.connect() as bus:
+        await bus.declare_stream(events_stream())
+        yield bus
+
+
+async def publish(bus: MemoryBus, *batches: EventBatch | ControlRecord) -> None:
+    publisher = bus.publisher(KV_EVENTS)
+    for batch in batches:
+        await publisher.publish(subject_of(batch), encode(batch))
+    await publisher.flush()
+
+
+def a_service(bus: MemoryBus, settings: ServiceSettings = FAST, name: str = "me") -> IndexService:
+    return IndexService(bus, IndexState(ReferenceIndex()), name=name, settings=settings)
+
+
+def is_exact(service: IndexService) -> Callable[[], bool]:
+    return lambda: [m.trust for m in service.index.match(hashes(1))] == [Trust.exact]
+
+
+# --- following ----------------------------------------------------------------------------------
+
+
+async def test_it_is_ready_when_what_was_in_the_log_is_folded_in(bus: MemoryBus) -> None:
+    await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=2))
+    async with a_service(bus) as service:
+        assert not service.is_ready
+        await service.wait_ready()
+        assert service.state.stream_sequence == 2
+        assert service.lag.stream_sequences == 0
+        await publish(bus, a_batch(stored(3), seq=3))
+        await eventually(lambda: service.state.stream_sequence == 3)
+        assert [match.num_blocks for match in service.index.match(hashes(1, 2, 3))] == [3]
+
+
+async def test_an_empty_log_is_ready_at_once(bus: MemoryBus) -> None:
+    async with a_service(bus) as service:
+        assert service.is_ready
+        assert service.convergence_ms() == {}
+
+
+async def test_a_log_whose_messages_are_all_gone_is_ready_and_unknown(
+    bus: MemoryBus, broker: MemoryBroker
+) -> None:
+    await publish(bus, a_batch(up(), stored(1)))
+    broker.purge(KV_EVENTS, 2)
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(stored(2), seq=2))
+        await service.wait_ready()
+        view = service.index.instance(W1)
+        assert view is not None
+        assert view.trust is Trust.degraded
+
+
+async def test_until_it_is_ready_everybody_is_catching_up(bus: MemoryBus) -> None:
+    await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=2))
+    async with a_service(bus) as service:
+        await asyncio.sleep(0)  # one round of the event loop: the follower's first message
+        trusts = [view.trust for view in service.index.instances()]
+        assert trusts in ([], [Trust.catching_up])
+        await service.wait_ready()
+        assert [view.trust for view in service.index.serving(MODEL)] == [Trust.exact]
+
+
+async def test_without_a_log_it_does_not_start(broker: MemoryBroker) -> None:
+    async with broker.connect() as bus:
+        with pytest.raises(StreamRefused):
+            async with a_service(bus):
+                pass
+
+
+async def test_it_measures_how_long_a_message_takes(bus: MemoryBus) -> None:
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up()), a_batch(seq=2))
+        await eventually(lambda: service.state.stream_sequence == 2)
+        delays = service.convergence_ms()
+        assert 0 <= delays["p50"] <= delays["p99"] <= delays["max"]
+
+
+async def test_a_poison_message_stops_nothing(
+    bus: MemoryBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = bus.publisher(KV_EVENTS)
+    async with a_service(bus) as service:
+        for payload in (b"", b"\xc1", b"\x91" * 5000, encode(a_batch(worker="other"))) * 3:
+            await publisher.publish("kv.events.model.w1.0", payload)
+        await publisher.publish("kv.events.nonsense", b"")
+        await publish(bus, a_batch(up(), stored(1)))
+        await eventually(lambda: service.state.stream_sequence == 14)
+        assert is_exact(service)()
+        assert service.state.stats().rejected_total == 13
+    lines = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert len(lines) == 3, "one line per kind and worker"
+
+
+async def test_what_was_wrong_before_it_started_is_no_news(
+    bus: MemoryBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    await publish(bus, a_batch(up()), a_batch(seq=5), a_batch(epoch=2))
+    caplog.set_level(logging.INFO, "kvatlas")
+    async with a_service(bus) as service:
+        await service.wait_ready()
+    assert [r.getMessage() for r in caplog.records if r.name == "kvatlas.indexer.service"] == []
+
+
+async def test_a_lost_part_of_the_log_is_a_hole(bus: MemoryBus, broker: MemoryBroker) -> None:
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up(), stored(1)))
+        broker.faults.drop_next = 1
+        await publish(bus, a_batch(stored(2), seq=2), a_batch(stored(3), seq=3))
+        await eventually(lambda: service.state.stream_sequence == 3)
+        assert service.state.stats().stream_holes == 1
+        assert service.state.wants_inventory(W1)
+
+
+# --- while the broker is away -------------------------------------------------------------------
+
+
+async def test_it_goes_on_answering_and_tells_its_age(bus: MemoryBus) -> None:
+    stale_soon = ServiceSettings(poll_seconds=0.01, stale_seconds=0.05)
+    async with a_service(bus, stale_soon) as service:
+        await publish(bus, a_batch(up(), stored(1)))
+        await eventually(lambda: service.state.stream_sequence == 1)
+        bus.cut()
+        assert not service.connected
+        await eventually(lambda: service.lag.seconds_since_contact > 0.1)
+        (match,) = service.index.match(hashes(1))
+        assert (match.num_blocks, match.trust) == (1, Trust.stale)
+        bus.restore()
+        await publish(bus, a_batch(stored(2), seq=2))
+        await eventually(lambda: service.lag.seconds_since_contact < 0.05)
+        assert service.connected
+
+
+# --- inventories --------------------------------------------------------------------------------
+
+
+async def test_an_inventory_is_asked_for_until_it_has_healed(bus: MemoryBus) -> None:
+    asked: list[bytes] = []
+
+    async def answer(payload: bytes) -> bytes:
+        asked.append(payload)
+        if len(asked) == 3:  # what came before was lost on its way
+            await publish(bus, a_batch(inventory(1, as_of=3), digest(1), seq=4))
+        return b""
+
+    await bus.serve(inventory_subject(W1), answer)
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=3))
+        await eventually(is_exact(service))
+        assert service.inventories.num_requests == 3
+
+
+async def test_nobody_who_answers_is_no_error(bus: MemoryBus) -> None:
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up()), a_batch(seq=3))
+        await eventually(lambda: service.inventories.num_failed_requests >= 2)
+
+
+async def test_an_owner_that_fails_is_asked_again(bus: MemoryBus) -> None:
+    async def fail(_payload: bytes) -> bytes:
+        raise ValueError("broken")
+
+    await bus.serve(inventory_subject(W1), fail)
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up()), a_batch(seq=3))
+        await eventually(lambda: service.inventories.num_failed_requests >= 2)
+
+
+async def test_losses_of_the_past_are_asked_about_once_it_is_ready(bus: MemoryBus) -> None:
+    """A reader that starts over must not ask for every gap in history, only for what is open."""
+    asked = Collected[InstanceId]()
+
+    async def serve(instance: InstanceId) -> None:
+        async def answer(_payload: bytes) -> bytes:
+            asked(instance)
+            return b""
+
+        await bus.serve(inventory_subject(instance), answer)
+
+    await serve(W1)
+    await serve(InstanceId("w2", 0))
+    await publish(
+        bus,
+        a_batch(up(), seq=3),
+        a_batch(up(), seq=3, worker="w2"),
+        a_batch(up(), epoch=2, worker="w2"),
+    )
+    async with a_service(bus):
+        await asked.count(2)
+    assert set(asked.items) == {W1}
+
+
+async def test_many_losses_are_few_requests_at_a_time(bus: MemoryBus) -> None:
+    under_way, most = 0, 0
+    release = asyncio.Event()
+
+    async def answer(_payload: bytes) -> bytes:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await release.wait()
+        under_way -= 1
+        return b""
+
+    workers = [f"w{number}" for number in range(30)]
+    for worker in workers:
+        await bus.serve(inventory_subject(InstanceId(worker, 0)), answer)
+    async with a_service(bus) as service:
+        await publish(bus, *(a_batch(up(), worker=worker, seq=2) for worker in workers))
+        await eventually(lambda: under_way == 8)
+        release.set()
+        await eventually(lambda: service.inventories.num_requests >= 30)
+    assert most == 8
+
+
+# --- leases -------------------------------------------------------------------------------------
+
+
+async def lose_lease(bus: MemoryBus, broker: MemoryBroker, clock: "Clock", epoch: int) -> None:
+    keys = bus.keys(LEASES_BUCKET)
+    keeper = LeaseKeeper(keys, W1, epoch, lambda fenced: None, ttl_seconds=5.0)
+    async with keeper:
+        clock.now += 10.0
+        broker.expire()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_an_expired_lease_becomes_a_record_that_all_replicas_fold() -> None:
+    clock = Clock()
+    broker = MemoryBroker(clock)
+    async with broker.connect() as bus:
+        await bus.declare_stream(events_stream())
+        await publish(bus, a_batch(up(), stored(1), epoch=7))
+        async with a_service(bus, name="one") as one, a_service(bus, name="two") as two:
+            await lose_lease(bus, broker, clock, epoch=7)
+            await eventually(lambda: one.index.match(hashes(1)) == [])
+            await eventually(lambda: two.index.match(hashes(1)) == [])
+            await eventually(lambda: one.num_control_records + two.num_control_records >= 1)
+            assert one.state.state_digest() == two.state.state_digest()
+        messages = [m async for m in bus.read_range(KV_EVENTS, 2, 9)]
+        records = [decode_control(message.payload) for message in messages]
+        assert {(r.instance, r.epoch, r.kind, r.reason) for r in records} == {
+            (W1, 7, "expired", "lease")
+        }
+        assert {record.by for record in records} <= {"one", "two"}
+
+
+async def test_an_instance_that_never_had_a_lease_is_expired_after_a_while(bus: MemoryBus) -> None:
+    settings = ServiceSettings(
+        poll_seconds=0.01, lease_missing_seconds=0.05, lease_settling_seconds=0.0
+    )
+    async with a_service(bus, settings) as service:
+        await publish(bus, a_batch(up(), stored(1)))
+        await eventually(lambda: service.state.stats().controls == 1)
+        assert [view.trust for view in service.index.instances()] == [Trust.gone]
+
+
+async def test_a_living_lease_keeps_its_instance(bus: MemoryBus) -> None:
+    settings = ServiceSettings(
+        poll_seconds=0.01, lease_missing_seconds=0.0, lease_settling_seconds=0.0
+    )
+    keys = bus.keys(LEASES_BUCKET)
+    async with (
+        LeaseKeeper(keys, W1, 1, lambda fenced: None),
+        a_service(bus, settings) as service,
+    ):
+        await publish(bus, a_batch(up(), stored(1)), a_batch(up(), worker="w2"))
+        await eventually(lambda: service.state.stats().controls == 1)
+        assert is_exact(service)()
+
+
+# --- end ----------------------------------------------------------------------------------------
+
+
+async def test_it_leaves_nothing_running(bus: MemoryBus) -> None:
+    before = asyncio.all_tasks()
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up()), a_batch(seq=3))
+        await eventually(lambda: service.inventories.num_failed_requests >= 1)
+    assert asyncio.all_tasks() == before
+    sequence = service.state.stream_sequence
+    await publish(bus, a_batch(seq=4))
+    await asyncio.sleep(0)
+    assert service.state.stream_sequence == sequence

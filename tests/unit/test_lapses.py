@@ -1,0 +1,90 @@
+"""When an ended lease counts; seconds are plain numbers here."""
+
+import pytest
+
+from kvatlas.events.leases import LeaseChange
+from kvatlas.indexer.lapses import LeaseLapses
+from kvatlas.schemas.ids import InstanceId
+
+W1 = InstanceId("w1", 0)
+ALIVE = [(W1, 7)]
+
+
+def alive(epoch: int = 7) -> LeaseChange:
+    return LeaseChange(W1, epoch, "alive")
+
+
+def expired(epoch: int | None = 7) -> LeaseChange:
+    return LeaseChange(W1, epoch, "expired")
+
+
+@pytest.fixture
+def lapses() -> LeaseLapses:
+    """Return one that has been connected for long."""
+    lapses = LeaseLapses(ended_seconds=1, missing_seconds=30, settling_seconds=10)
+    lapses.take(alive())
+    assert lapses.due(ALIVE, True, -100) == []
+    return lapses
+
+
+@pytest.mark.parametrize("kind", ["expired", "released"])
+def test_an_ended_lease_counts_after_its_grace(lapses: LeaseLapses, kind: str) -> None:
+    lapses.take(LeaseChange(W1, 7, kind))  # type: ignore[arg-type]
+    assert lapses.due(ALIVE, True, 0) == []
+    assert lapses.due(ALIVE, True, 1) == ALIVE
+
+
+def test_a_lease_that_is_taken_again_does_not_count(lapses: LeaseLapses) -> None:
+    lapses.take(expired())
+    assert lapses.due(ALIVE, True, 0) == []
+    lapses.take(alive())
+    assert lapses.due(ALIVE, True, 5) == []
+
+
+def test_its_grace_begins_anew_when_it_ends_again(lapses: LeaseLapses) -> None:
+    lapses.take(expired())
+    lapses.due(ALIVE, True, 0)
+    lapses.take(alive())
+    lapses.due(ALIVE, True, 0.5)
+    lapses.take(expired())
+    assert lapses.due(ALIVE, True, 1) == []
+    assert lapses.due(ALIVE, True, 2) == ALIVE
+
+
+def test_who_never_had_a_lease_gets_more_time(lapses: LeaseLapses) -> None:
+    other = (InstanceId("w2", 0), 1)
+    assert lapses.due([*ALIVE, other], True, 0) == []
+    assert lapses.due([*ALIVE, other], True, 29) == []
+    assert lapses.due([*ALIVE, other], True, 30) == [other]
+
+
+def test_the_lease_of_an_older_epoch_is_none_and_of_a_newer_one_is() -> None:
+    lapses = LeaseLapses(1, 30, 0)
+    lapses.take(alive(epoch=6))
+    assert lapses.due(ALIVE, True, 0) == []
+    assert lapses.due(ALIVE, True, 30) == ALIVE
+    lapses.take(alive(epoch=8))
+    assert lapses.due(ALIVE, True, 99) == []
+
+
+def test_a_lease_that_ended_before_it_was_seen_counts_as_ended(lapses: LeaseLapses) -> None:
+    lapses.take(expired(epoch=None))
+    lapses.due(ALIVE, True, 0)
+    assert lapses.due(ALIVE, True, 1) == ALIVE
+
+
+def test_nobody_is_declared_dead_while_the_broker_is_away_or_soon_after(
+    lapses: LeaseLapses,
+) -> None:
+    """A broker that was away for longer than a lease lives must not kill the fleet."""
+    lapses.take(expired())
+    assert lapses.due(ALIVE, False, 50) == []
+    assert lapses.due(ALIVE, True, 51) == []
+    assert lapses.due(ALIVE, True, 60) == []
+    assert lapses.due(ALIVE, True, 61) == ALIVE
+
+
+def test_who_is_no_longer_alive_is_forgotten(lapses: LeaseLapses) -> None:
+    lapses.take(expired())
+    assert lapses.due([], True, 0) == []
+    assert lapses.due(ALIVE, True, 5) == []

@@ -1,0 +1,118 @@
+"""Decisions on their way into the log, over the memory bus."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvatlas.events.bus import Message
+from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.streams import KV_DECISIONS, decisions_stream
+from kvatlas.events.subjects import decisions_subject
+from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog
+from kvatlas.schemas.errors import StreamRefused
+from kvatlas.schemas.routing import Decision, decode_decision
+from kvatlas.schemas.settings import RouterSettings
+from testkit.bus import Collected, eventually
+from testkit.fleet import Fleet, a_prompt, a_request
+
+SETTINGS = RouterSettings(max_unrecorded_decisions=3, max_kept_decisions=2)
+STRANGE_MODEL = "org/m@v1.2"
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[MemoryBus]:
+    async with MemoryBroker().connect() as bus:
+        await bus.declare_stream(decisions_stream())
+        yield bus
+
+
+def decisions(count: int) -> list[Decision]:
+    fleet = Fleet()
+    fleet.up("w1", model=STRANGE_MODEL)
+    router = fleet.router()
+    ids = [
+        router.route(a_request(a_prompt(64), model=STRANGE_MODEL)).decision_id for _ in range(count)
+    ]
+    return [router.decision(decision_id) for decision_id in ids]
+
+
+async def test_decisions_arrive_whole_and_in_order(bus: MemoryBus) -> None:
+    arrived: Collected[Message] = Collected()
+    await bus.follow(KV_DECISIONS, 1, arrived)
+    made = decisions(3)
+    async with StreamDecisionLog(bus.publisher(KV_DECISIONS), SETTINGS) as log:
+        for decision in made:
+            log.record(decision)
+    messages = await arrived.count(3)
+    assert [decode_decision(message.payload) for message in messages] == made
+    assert {message.subject for message in messages} == {decisions_subject(STRANGE_MODEL)}
+    assert (log.num_published, log.num_dropped, log.num_waiting) == (3, 0, 0)
+
+
+async def test_the_newest_are_kept_in_memory(bus: MemoryBus) -> None:
+    one, two, three = decisions(3)
+    async with StreamDecisionLog(bus.publisher(KV_DECISIONS), SETTINGS) as log:
+        for decision in (one, two, three):
+            log.record(decision)
+        assert log.find(one.id) is None
+        assert log.find(three.id) == three
+
+
+class StuckPublisher:
+    """A publisher whose window is full for good."""
+
+    num_unacked = unacked_bytes = 0
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        self.asked += 1
+        await eventually(lambda: False)
+
+    async def flush(self) -> None:
+        raise AssertionError("nothing was accepted")
+
+
+async def test_a_broker_that_is_away_costs_decisions_and_no_time() -> None:
+    publisher = StuckPublisher()
+    async with StreamDecisionLog(publisher, SETTINGS, drain_seconds=0.01) as log:
+        log.record(decisions(1)[0])
+        await eventually(lambda: publisher.asked == 1)
+        for decision in decisions(5):
+            log.record(decision)
+        assert (log.num_waiting, log.num_dropped) == (3, 3)
+    assert (log.num_waiting, log.num_dropped) == (0, 6)
+
+
+class RefusingPublisher(StuckPublisher):
+    """A publisher that refuses everything."""
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        raise StreamRefused("no room")
+
+    async def flush(self) -> None:
+        pass
+
+
+async def test_what_the_broker_refuses_is_counted() -> None:
+    async with StreamDecisionLog(RefusingPublisher(), SETTINGS) as log:
+        for decision in decisions(2):
+            log.record(decision)
+    assert (log.num_published, log.num_dropped) == (0, 2)
+
+
+async def test_nothing_is_taken_after_the_end(bus: MemoryBus) -> None:
+    async with StreamDecisionLog(bus.publisher(KV_DECISIONS), SETTINGS) as log:
+        pass
+    log.record(decisions(1)[0])
+    assert (log.num_waiting, log.num_dropped) == (0, 1)
+
+
+def test_a_router_without_a_log_keeps_the_newest() -> None:
+    one, two, three = decisions(3)
+    log = MemoryDecisionLog(SETTINGS)
+    for decision in (one, two, three):
+        log.record(decision)
+    assert (log.find(one.id), log.find(two.id), log.find(three.id)) == (None, two, three)
+    assert (len(log), log.num_dropped, log.num_waiting) == (2, 0, 0)

@@ -1,0 +1,267 @@
+"""What the router answers, remembers and records."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from kvatlas.indexer.service import Lag
+from kvatlas.router.requests import Report
+from kvatlas.router.service import choose_again
+from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel, UnknownPolicy
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import Decision, decode_decision, encode_decision
+from testkit.fleet import MODEL, Fleet, RouterUnderTest, StillFeed, a_prompt, a_request
+
+PROMPT = a_prompt(1_600)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet()
+    for n in range(1, 4):
+        fleet.up(f"w{n}")
+    return fleet
+
+
+@pytest.fixture
+def router(fleet: Fleet) -> RouterUnderTest:
+    return fleet.router()
+
+
+class TestScore:
+    def test_asking_changes_nothing(self, fleet: Fleet, router: RouterUnderTest) -> None:
+        fleet.holds("w2", PROMPT)
+        first = router.score(a_request(PROMPT))
+        assert router.score(a_request(PROMPT)) == first
+        assert len(router.loads) == len(router.overlay) == 0
+
+    def test_terms_add_up_and_the_cheapest_stands_first(
+        self, fleet: Fleet, router: RouterUnderTest
+    ) -> None:
+        fleet.holds("w2", PROMPT)
+        answer = router.score(a_request(PROMPT))
+        costs = [score.cost_ms for score in answer.candidates]
+        assert costs == sorted(costs)
+        assert all(sum(score.terms.values()) == score.cost_ms for score in answer.candidates)
+
+    def test_the_answer_is_bounded(self, fleet: Fleet) -> None:
+        router = fleet.router(max_candidates=2)
+        assert len(router.score(a_request(PROMPT)).candidates) == 2
+        assert len(router.score(a_request(PROMPT, max_candidates=1)).candidates) == 1
+        assert len(router.score(a_request(PROMPT, max_candidates=9)).candidates) == 3
+        assert router.score(a_request(PROMPT)).num_candidates == 3
+
+    def test_the_answer_says_what_it_stands_on(self, fleet: Fleet, router: RouterUnderTest) -> None:
+        router.still_feed.connected = False
+        router.still_feed.lag = Lag(0, 2.5)
+        answer = router.score(a_request(PROMPT))
+        assert (answer.stream_sequence, answer.index_age_ms, answer.connected) == (3, 2_500, False)
+
+
+class TestRoute:
+    def test_the_request_goes_where_its_prefix_is(
+        self, fleet: Fleet, router: RouterUnderTest
+    ) -> None:
+        fleet.holds("w2", PROMPT, num_blocks=90)
+        answer = router.route(a_request(PROMPT))
+        assert (answer.worker, answer.rank, answer.base_url) == ("w2", 0, "http://w2")
+        assert (answer.match_tokens, answer.trust) == (1_440, Trust.exact)
+        assert (answer.plan.reuse_blocks, answer.plan.compute_tokens) == (90, 160)
+        assert answer.kv_transfer_params == {
+            "kvatlas": {"decision_id": answer.decision_id, "plan": answer.plan}
+        }
+
+    def test_a_burst_of_siblings_lands_together(self, router: RouterUnderTest) -> None:
+        """Requests that come before the first BlockStored must not scatter their prefix."""
+        taken: Counter[str] = Counter()
+        for n in range(64):
+            router.clock.advance(0.010 / 64)
+            taken[router.route(a_request([*PROMPT, n])).worker] += 1
+        assert len(taken) <= 2
+
+    def test_strangers_spread(self, router: RouterUnderTest) -> None:
+        taken: Counter[str] = Counter()
+        for n in range(300):
+            taken[router.route(a_request(a_prompt(160, start=1_000 * n))).worker] += 1
+        assert set(taken.values()) == {100}
+
+    def test_a_hot_prefix_spills_outside_the_load_window(self, fleet: Fleet) -> None:
+        router = fleet.router(load_window_ms=300.0, predicted_seconds=0.0)
+        fleet.holds("w1", PROMPT, num_blocks=50)
+        taken = Counter(router.route(a_request(PROMPT)).worker for _ in range(30))
+        assert set(taken) == {"w1", "w2", "w3"}
+        assert max(taken.values()) <= 16
+
+    def test_a_worker_may_pull_what_a_busy_one_holds(self, fleet: Fleet) -> None:
+        router = fleet.router(load_window_ms=0.0, predicted_seconds=0.0)
+        fleet.holds("w1", PROMPT, num_blocks=50)
+        plans = [router.route(a_request(PROMPT)).plan for _ in range(40)]
+        assert any(step.worker == "w1" for plan in plans for step in plan.pulls)
+
+    def test_a_doubtful_worker_is_marked_and_discounted(
+        self, fleet: Fleet, router: RouterUnderTest
+    ) -> None:
+        fleet.holds("w1", PROMPT, num_blocks=60)
+        fleet.holds("w2", PROMPT, num_blocks=60)
+        fleet.tell("w1", skip=1)
+        answer = router.route(a_request(PROMPT))
+        trusts = {score.worker: score.trust for score in answer.candidates}
+        assert trusts == {"w1": Trust.degraded, "w2": Trust.exact, "w3": Trust.exact}
+        assert answer.worker == "w2"
+
+    def test_decisions_have_ids_that_differ_and_sort(self, fleet: Fleet) -> None:
+        router = RouterUnderTest(fleet, StillFeed(), fleet.router().settings)
+        router._new_id = router._timed_id
+        ids = []
+        for _ in range(10):
+            router.clock.advance(0.002)
+            ids.append(router.route(a_request(PROMPT)).decision_id)
+        assert ids == sorted(set(ids))
+
+
+class TestReports:
+    def test_a_done_request_is_no_load(self, router: RouterUnderTest) -> None:
+        answer = router.route(a_request(PROMPT))
+        instance = InstanceId(answer.worker, answer.rank)
+        assert (load := router.load_of(instance))
+        assert load.in_flight == 1
+        assert router.prefilled(answer.decision_id, Report()).applied
+        assert router.done(answer.decision_id, Report()).applied
+        assert (load := router.load_of(instance))
+        assert load[:2] == (0, 0.0)
+
+    def test_a_second_report_is_no_error(self, router: RouterUnderTest) -> None:
+        answer = router.route(a_request(PROMPT))
+        router.done(answer.decision_id, Report())
+        assert not router.done(answer.decision_id, Report()).applied
+
+    def test_a_report_about_nothing_is_refused(self, router: RouterUnderTest) -> None:
+        with pytest.raises(UnknownDecision, match="no decision 'x'"):
+            router.done("x", Report())
+        with pytest.raises(UnknownDecision):
+            router.prefilled("x", Report())
+
+    def test_a_report_outlives_the_kept_decision(self, fleet: Fleet) -> None:
+        router = fleet.router(max_kept_decisions=1)
+        first = router.route(a_request(PROMPT)).decision_id
+        router.route(a_request(PROMPT))
+        assert router.done(first, Report()).applied
+        with pytest.raises(UnknownDecision):
+            router.done(first, Report())
+
+    def test_a_failed_request_predicts_nothing(self, router: RouterUnderTest) -> None:
+        answer = router.route(a_request(PROMPT))
+        router.done(answer.decision_id, Report(failed=True))
+        scores = router.score(a_request(PROMPT)).candidates
+        assert all(score.predicted_tokens == 0 for score in scores)
+
+    def test_workers_that_prove_fast_get_more(self, fleet: Fleet) -> None:
+        router = fleet.router(seed=3)
+        for n in range(200):
+            router.clock.advance(0.01)
+            answer = router.route(a_request(a_prompt(1_600, start=10_000 * n)))
+            ms = 40.0 if answer.worker == "w1" else 160.0
+            report = Report(computed_tokens=1_600, prefill_ms=ms, ttft_ms=ms)
+            router.done(answer.decision_id, report)
+        asked = router.score(a_request(a_prompt(1_600, start=9_999_999)))
+        assert asked.chosen.worker == "w1"
+
+
+class TestReadiness:
+    def test_an_unknown_model_may_come_while_the_index_catches_up(self) -> None:
+        feed = StillFeed(is_ready=False)
+        router = Fleet().router(feed)
+        with pytest.raises(NoCandidate, match="the index is catching up"):
+            router.route(a_request(PROMPT))
+        feed.is_ready = True
+        with pytest.raises(UnknownModel):
+            router.route(a_request(PROMPT))
+
+    def test_a_router_answers_without_a_broker(self, router: RouterUnderTest) -> None:
+        router.still_feed.connected = False
+        router.still_feed.lag = Lag(0, 60.0)
+        answer = router.route(a_request(PROMPT))
+        assert "no broker: the index is 60000 ms old" in answer.reasons
+        assert not answer.connected
+
+    def test_an_unknown_policy_is_refused_at_once(self, fleet: Fleet) -> None:
+        with pytest.raises(UnknownPolicy):
+            fleet.router(policy="best")
+
+
+class TestDecisions:
+    def recorded(self, router: RouterUnderTest, **more: str) -> Decision:
+        return router.decision(router.route(a_request(PROMPT, **more)).decision_id)
+
+    def test_a_decision_holds_what_it_was_made_of(
+        self, fleet: Fleet, router: RouterUnderTest
+    ) -> None:
+        fleet.holds("w2", PROMPT, num_blocks=90)
+        decision = self.recorded(router)
+        assert (decision.policy, decision.model) == ("predicted_ttft", MODEL)
+        assert (decision.stream_sequence, decision.prompt_tokens) == (4, 1_600)
+        assert decision.chosen.worker == "w2"
+        assert len(decision.question.candidates) == decision.num_candidates == 3
+        assert len(decision.chain) == 16 * 100
+        assert fleet.state.match(decision.chain)[0].num_blocks == 90
+
+    def test_a_decision_travels_whole(self, fleet: Fleet, router: RouterUnderTest) -> None:
+        fleet.holds("w2", PROMPT, num_blocks=90)
+        decision = self.recorded(router)
+        assert decode_decision(encode_decision(decision)) == decision
+
+    @pytest.mark.parametrize(
+        "policy", ["predicted_ttft", "round_robin", "random", "least_loaded", "power_of_two"]
+    )
+    def test_a_decision_made_again_is_the_same(self, fleet: Fleet, policy: str) -> None:
+        router = fleet.router(policy=policy, balance_weight=0.5, seed=7)
+        fleet.holds("w2", PROMPT, num_blocks=90)
+        fleet.up("w4", block_tokens=64)
+        for n in range(20):
+            router.clock.advance(0.01)
+            answer = router.route(a_request(PROMPT[: 1_600 - n]))
+            decision = decode_decision(encode_decision(router.decision(answer.decision_id)))
+            again = choose_again(decision)
+            chosen = decision.question.candidates[again.chosen]
+            assert chosen.instance == (answer.worker, answer.rank)
+            assert again.prices[again.chosen].cost_ms == decision.chosen.cost_ms
+
+    def test_a_salted_prompt_leaves_no_hashes(self, fleet: Fleet, router: RouterUnderTest) -> None:
+        fleet.holds("w2", PROMPT, cache_salt="s3cret")
+        decision = self.recorded(router, cache_salt="s3cret")
+        assert decision.chosen.worker == "w2"
+        assert decision.chain == b""
+        assert decision.groups[0].salted
+        assert b"s3cret" not in encode_decision(decision)
+        assert "the prompt is salted: its hashes are not recorded" in decision.reasons
+
+    def test_a_match_that_was_passed_over_is_explained(self, fleet: Fleet) -> None:
+        router = fleet.router(load_window_ms=0.0, predicted_seconds=0.0, pull_weight=1_000.0)
+        fleet.holds("w1", PROMPT, num_blocks=10)
+        decisions = [self.recorded(router) for _ in range(10)]
+        passed = [d for d in decisions if d.chosen.worker != "w1"]
+        assert passed
+        assert "the longest match, 160 tokens at w1/0, would cost" in passed[0].reasons[1]
+
+    def test_a_large_fleet_is_cut_to_the_cheapest(self) -> None:
+        fleet = Fleet()
+        for n in range(300):
+            fleet.up(f"w{n:03}")
+        fleet.holds("w299", PROMPT)
+        decision = self.recorded(fleet.router())
+        assert decision.num_candidates == 300
+        assert 255 <= len(decision.question.candidates) <= 256
+        assert not decision.is_question_complete
+        assert "w299" in {candidate.worker for candidate in decision.question.candidates}
+
+    def test_a_decision_is_forgotten_after_many(self, fleet: Fleet) -> None:
+        router = fleet.router(max_kept_decisions=2)
+        ids = [self.recorded(router).id for _ in range(3)]
+        with pytest.raises(UnknownDecision):
+            router.decision(ids[0])
+        assert router.decision(ids[2]).id == ids[2]
+
+    def test_a_decision_shows_as_json(self, router: RouterUnderTest) -> None:
+        assert msgspec.json.decode(msgspec.json.encode(self.recorded(router)))["chosen_group"] == 0

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.settings import Settings, load_settings, settings_by_key
+
+
+def test_defaults_are_the_bare_tree() -> None:
+    assert load_settings(environment={}) == Settings()
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvatlas.toml"
+    file.write_text('[router]\nport = 1\npolicy = "random"\nseed = 7\n')
+    environment = {"KVATLAS_ROUTER_PORT": "2", "KVATLAS_ROUTER_POLICY": "round_robin", "HOME": "x"}
+    router = load_settings(file, environment, [("router.port", "3")]).router
+    assert (router.port, router.policy, router.seed) == (3, "round_robin", 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("router.prot", "1", "unknown; known are"),
+        ("router", "1", "unknown"),
+        ("router.port", "65536", "<= 65535"),
+        ("router.port", "x", "Expected `int`"),
+        ("router.degraded_match_share", "1.5", "<= 1.0"),
+        ("indexer.kernel", "rust", "flat|reference"),
+        ("fleet.key", "abc", "regex"),
+        ("log.replicas", "0", ">= 1"),
+    ],
+)
+def test_a_bad_flag_is_named_with_what_is_allowed(key: str, value: str, says: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        load_settings(environment={}, flags=[(key, value)])
+    assert caught.value.key == key
+    assert caught.value.source == f"flag --set {key}"
+    assert says in caught.value.problem
+
+
+@pytest.mark.parametrize("variable", ["KVATLAS_ROUTER_PROT", "KVATLAS_ROOTER_PORT", "KVATLAS_X"])
+def test_an_unknown_variable_is_named(variable: str) -> None:
+    with pytest.raises(InvalidSetting, match=variable):
+        load_settings(environment={variable: "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("port = 1", "outside a section"),
+        ("[router]\nport = '1'", "Expected `int`, got `str`"),
+        ("[router", "Expected ']'"),
+        ("[ruter]\nport = 1", "unknown"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "kvatlas.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidSetting) as caught:
+        load_settings(file, {})
+    assert caught.value.source == str(file)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match=r"absent\.toml"):
+        load_settings(tmp_path / "absent.toml", {})
+
+
+def test_each_key_has_an_environment_name_of_its_own() -> None:
+    names = {key.replace(".", "_").upper() for key in settings_by_key()}
+    assert len(names) == len(settings_by_key())

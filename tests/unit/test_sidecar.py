@@ -1,0 +1,312 @@
+"""The sidecar in one process with its engine's ends, over the memory bus."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvatlas.events.codec import encode
+from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
+from kvatlas.events.subjects import control_subject, inventory_subject, lease_subject
+from kvatlas.schemas.digest import digest_of
+from kvatlas.schemas.hashing import BlockHasher
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import (
+    WIRE_VERSION,
+    BlockRemoved,
+    ControlRecord,
+    Inventory,
+    WorkerUp,
+)
+from kvatlas.schemas.transfer import (
+    LeaseMissing,
+    LeaseRequest,
+    decode_transfer_answer,
+    encode_transfer,
+)
+from kvatlas.worker_hooks.raw_events import RawStored
+from kvatlas.worker_hooks.transfer.memory import MemoryFabric
+from testkit.fold import Fold
+from testkit.sidecars import BLOCK_BYTES, DESCRIPTOR, beside, folded, sidecar_options, until
+
+W = InstanceId("w", 0)
+
+
+def tokens_of(*blocks: int) -> bytes:
+    return array("I", [block * 10 + i for block in blocks for i in range(4)]).tobytes()
+
+
+def chain_of(*blocks: int) -> list[bytes]:
+    packed = BlockHasher(DESCRIPTOR.namespace("m", None, None)).chain(tokens_of(*blocks))
+    return [packed[i : i + 16] for i in range(0, len(packed), 16)]
+
+
+@asynccontextmanager
+async def a_broker() -> AsyncIterator[tuple[MemoryBroker, MemoryBus]]:
+    broker = MemoryBroker()
+    async with broker.connect() as bus:
+        await bus.declare_stream(events_stream())
+        yield broker, bus
+
+
+@asynccontextmanager
+async def a_fold(bus: MemoryBus) -> AsyncIterator[Fold]:
+    async with folded(bus, W) as folds:
+        yield folds[W]
+
+
+async def test_what_the_engine_says_is_in_the_log(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        one.hook.stored([1, 2], None, tokens_of(1, 2))
+        one.hook.removed([2])
+        flushed = await one.channel.flush()
+        await until(lambda: fold.seq >= flushed.seq)
+        assert fold.held[Tier.hbm] == set(chain_of(1))
+        assert isinstance(fold.events[0], WorkerUp)
+        assert fold.events[0].info == one.options.worker_info()
+        await until(lambda: fold.num_digests >= 10)
+
+
+async def test_it_says_goodbye_after_everything_else(tmp_path: Path) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        async with beside(sidecar_options(tmp_path), broker.connect()) as one:
+            await one.channel.flush()
+            one.hook.stored([1], None, tokens_of(1))
+            one.sidecar.stop("signal SIGTERM")
+            assert await one.running == "signal SIGTERM"
+        await until(lambda: fold.down != "")
+        assert fold.down == "signal SIGTERM"
+        assert fold.held[Tier.hbm] == set(chain_of(1))
+        assert await bus.keys(LEASES_BUCKET).get("lease.w.0") is None
+
+
+async def test_the_inventory_comes_on_request_and_once_for_many(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        one.hook.stored([1, 2], None, tokens_of(1, 2))
+        await one.channel.flush()
+        answers = await asyncio.gather(
+            *(bus.request(inventory_subject(W), b"", 5.0) for _ in range(3))
+        )
+        (first_seq,) = msgspec.msgpack.decode(answers[0])
+        assert set(answers) == {answers[0]}
+        await one.channel.flush()
+        await until(lambda: fold.seq >= first_seq)
+        parts = [e for e in fold.events if isinstance(e, Inventory) and e.tier is Tier.hbm]
+        assert [part.hashes for part in parts] == [b"".join(chain_of(1, 2))]
+        assert parts[0].as_of_seq == first_seq - 1
+
+
+async def test_a_broker_that_is_away_costs_nothing(tmp_path: Path) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        own = broker.connect()
+        async with beside(sidecar_options(tmp_path), own) as one:
+            one.hook.stored([1], None, tokens_of(1))
+            await one.channel.flush()
+            own.cut()
+            for block in range(2, 200):
+                one.hook.stored([block], block - 1, tokens_of(block))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await one.channel.flush()
+            status = await one.channel.status()
+            assert not status.is_connected
+            assert status.num_blocks == 199
+            own.restore()
+            flushed = await one.channel.flush()
+            await until(lambda: fold.seq >= flushed.seq)
+        assert fold.gaps == []
+        assert fold.held[Tier.hbm] == set(chain_of(*range(1, 200)))
+
+
+async def test_an_outbox_that_overflows_is_a_gap_and_an_inventory(tmp_path: Path) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        own = broker.connect()
+        async with beside(sidecar_options(tmp_path, max_outbox_bytes=65_536), own) as one:
+            await one.channel.flush()
+            own.cut()
+            # neither the outbox nor the publisher's window has room for all of these
+            for round_ in range(40):
+                for block in range(1, 400):
+                    one.hook.stored([block], None, tokens_of(block))
+                    one.hook.removed([block])
+                one.hook.stored([1000 + round_], None, tokens_of(1000 + round_))
+                await until(lambda: one.reader.waiting_bytes == 0)
+            status = await one.channel.status()
+            assert status.waiting_bytes <= 2 * 65_536
+            own.restore()
+            flushed = await one.channel.flush()
+            await until(lambda: fold.seq >= flushed.seq)
+            overflows = (await one.channel.status()).counters["outbox_overflows"]
+        assert fold.is_whole
+        assert overflows <= 1 or fold.gaps
+        assert fold.held[Tier.hbm] == {h for r in range(40) for h in chain_of(1000 + r)}
+
+
+async def test_an_epoch_that_was_declared_dead_is_followed_by_another(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        one.hook.stored([1, 2], None, tokens_of(1, 2))
+        first = await one.channel.flush()
+        record = ControlRecord(WIRE_VERSION, *W, first.epoch, "expired", "lease", "test", 1)
+        publisher = bus.publisher(KV_EVENTS)
+        await publisher.publish(control_subject(W), encode(record))
+        await until(lambda: fold.epoch > first.epoch and fold.is_whole)
+        second = await one.channel.flush()
+        assert second.epoch > first.epoch
+        assert fold.held[Tier.hbm] == set(chain_of(1, 2))
+        # a record about the old epoch is old news
+        await publisher.publish(control_subject(W), encode(record))
+        one.hook.stored([3], 2, tokens_of(3))
+        third = await one.channel.flush()
+        assert third.epoch == second.epoch
+
+
+async def test_a_newer_incarnation_stops_the_older(tmp_path: Path) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        folders = (tmp_path / "a", tmp_path / "b")
+        for folder in folders:
+            folder.mkdir()
+        older_options, newer_options = (
+            sidecar_options(folder, lease_ttl_seconds=1.0) for folder in folders
+        )
+        async with beside(older_options, broker.connect()) as older:
+            await older.channel.flush()
+            async with beside(newer_options, broker.connect()) as newer:
+                flushed = await newer.channel.flush()
+                assert await asyncio.wait_for(older.running, 10) == "fenced"
+                assert fold.epoch == flushed.epoch
+                assert fold.down == ""
+
+
+async def test_events_that_are_no_events_cost_themselves(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        ring = one.hook._ring
+        extra = {"offset": -1, "kind": "image", "id": "x", "length": 1}
+        for bad in (
+            b"",
+            b"\xc1",
+            b"rubbish",
+            msgspec.msgpack.encode(["unknown", 1]),
+            msgspec.msgpack.encode(["stored", ["text"], None, b"", 0]),
+            msgspec.msgpack.encode(["stored", [1], None, b"", 99]),
+            msgspec.msgpack.encode(["stored", [1], None, b"1234", 0, None, None, [extra], 0, 0]),
+            msgspec.msgpack.encode(["stored", [1], None, b"", 0, None, None, [], 2**63, 0]),
+        ):
+            ring.append(bad)
+        one.hook.stored([1], None, b"123")  # not four tokens
+        one.hook.stored([1], None, tokens_of(1))
+        flushed = await one.channel.flush()
+        await until(lambda: fold.seq >= flushed.seq)
+        assert fold.held[Tier.hbm] == set(chain_of(1))
+        counters = (await one.channel.status()).counters
+        assert counters["malformed_events"] == 8
+        assert counters["rejected_events"] == 1
+
+
+async def test_a_restarted_sidecar_learns_all_from_a_listing(tmp_path: Path) -> None:
+    options = sidecar_options(tmp_path)
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        async with beside(options, broker.connect()) as one:
+            one.hook.stored([1, 2, 3], None, tokens_of(1, 2, 3))
+            first = await one.channel.flush()
+        listing = [RawStored((n,), n - 1 or None, tokens_of(n)) for n in (1, 2, 3)]
+        async with beside(options, broker.connect()) as one:
+            one.hook.answer_listings(lambda: iter(listing))
+            await until(lambda: fold.epoch > first.epoch)
+            one.hook.pump()
+            flushed = await one.channel.flush()
+            await until(lambda: fold.seq >= flushed.seq)
+            assert fold.held[Tier.hbm] == set(chain_of(1, 2, 3))
+            assert fold.num_digests > 0
+
+
+async def test_blocks_travel_between_two_sidecars(tmp_path: Path) -> None:
+    fabric = MemoryFabric()
+    async with (
+        a_broker() as (broker, _),
+        beside(sidecar_options(tmp_path, "a", transport="memory"), broker.connect(), fabric) as a,
+        beside(sidecar_options(tmp_path, "b", transport="memory"), broker.connect(), fabric) as b,
+    ):
+        for one in (a, b):
+            await until(lambda one=one: one.sidecar._exchange is not None)  # type: ignore[misc]
+        blocks = chain_of(1, 2, 3)
+        assert a.pool is not None
+        assert b.pool is not None
+        for slot, block in enumerate(blocks[:2]):
+            a.pool.commit(slot, block, block * (BLOCK_BYTES // 16))
+        b.pool.offer([7, 8, 9], b"".join(blocks))
+        owners = [InstanceId("b", 0), InstanceId("nobody", 0), InstanceId("a", 0)]
+        ended = await b.channel.pull(b"".join(blocks), [7, 8, 9], owners, 2.0)
+        assert ended.held == (0, 1)
+        assert [index for index, _ in ended.missing] == [2]
+        assert ended.num_bytes == 2 * BLOCK_BYTES
+        assert ended.transport == "memory"
+        assert b.pool.block(8) == blocks[1] * (BLOCK_BYTES // 16)
+        assert (await b.channel.status()).transport == "memory"
+
+
+async def test_blocks_asked_for_in_vain_are_removed_from_the_index(tmp_path: Path) -> None:
+    fabric = MemoryFabric()
+    options = sidecar_options(tmp_path, transport="memory")
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(options, broker.connect(), fabric) as one,
+    ):
+        await until(lambda: one.sidecar._exchange is not None)
+        one.hook.stored([1], None, tokens_of(1))
+        await one.channel.flush()
+        asked = LeaseRequest(
+            fingerprint=bytes(16),
+            hashes=b"".join(chain_of(1, 2)),
+            ttl_ms=100,
+            requester="r",
+            transports=("memory",),
+        )
+        answer = await bus.request(lease_subject(W), encode_transfer(asked), 2.0)
+        assert isinstance(decode_transfer_answer(answer), LeaseMissing)
+        flushed = await one.channel.flush()
+        await until(lambda: fold.seq >= flushed.seq)
+        # block 1 is the engine's, if not the pool's
+        removed = [event.hashes for event in fold.events if isinstance(event, BlockRemoved)]
+        assert removed == [chain_of(1, 2)[1]]
+        assert digest_of(fold.held[Tier.hbm]) == digest_of(chain_of(1))
+
+
+async def test_without_a_transport_pulls_and_leases_say_so(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        early = await one.channel.pull(bytes(16), [0], [InstanceId("a", 0)], 0.5)
+        assert early.missing == ((0, "no_transport"),)
+        await until(lambda: one.sidecar._exchange is not None)
+        ended = await one.channel.pull(bytes(32), [0, 1], [InstanceId("a", 0)], 0.5)
+        assert ended.missing == ((0, "no_transport"), (1, "no_transport"))
+        asked = LeaseRequest(
+            fingerprint=bytes(16), hashes=bytes(16), ttl_ms=100, requester="r", transports=("x",)
+        )
+        answer = await bus.request(lease_subject(W), encode_transfer(asked), 2.0)
+        missing = decode_transfer_answer(answer)
+        assert isinstance(missing, LeaseMissing)
+        assert missing.reason == "no_transport"
