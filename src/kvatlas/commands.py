@@ -87,15 +87,16 @@ def demo(
 ) -> None:
     """Play requests on a whole fleet on this machine and compare with round robin."""
     from kvatlas.demo.display import LiveDisplay, print_report, report_json
-    from kvatlas.demo.run import DemoOptions, run_demo
+    from kvatlas.demo.run import DemoOptions, load_requests, run_demo
 
     options = DemoOptions(
         trace, requests, workers, blocks_per_worker, block_bytes, speed,
         policy or "predicted_ttft", seed, archive,
     )  # fmt: skip
     console = Console(stderr=json)
-    with LiveDisplay(console) as display:
-        report = _run(run_demo(options, display))
+    played = load_requests(options)
+    with LiveDisplay(console, len(played)) as display:
+        report = _run(run_demo(options, played, display))
     print_report(console, report)
     if json:
         print(report_json(report))
@@ -227,6 +228,106 @@ def worker(
         max_outbox_bytes=settings.sidecar.max_outbox_bytes,
     )
     _run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
+
+
+@app.command()
+def replay(
+    archive: Annotated[str, typer.Option(help="Database URL of the archive.")],
+    until_seq: Annotated[int | None, typer.Option(min=0, help="Stop at this sequence.")] = None,
+    until_time: Annotated[
+        str | None, typer.Option(help="Stop at this time: ISO 8601 or seconds since 1970.")
+    ] = None,
+    match: Annotated[
+        Path | None, typer.Option(help="Who held this prompt: a JSON list of ids, or raw u32 LE.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="The model of the prompt.")] = "reference",
+    config: Config = None,
+    set_: SetFlags = None,
+    json: JsonFlag = False,
+) -> None:
+    """Rebuild the index from an archive, to the end or to a moment, and say what it held."""
+    from kvatlas.events.replay import parse_time
+    from kvatlas.replay import Moment, match_tokens, read_tokens, replay_archive, report_of
+    from kvatlas.reports import match_lines, replay_lines, report_json
+
+    fleet_key = _settings(config, None, None, set_).fleet.key_bytes
+    tokens = None if match is None else read_tokens(match)
+    moment = Moment(until_seq, None if until_time is None else parse_time(until_time))
+    replayed = _run(replay_archive(archive, moment))
+    report = report_of(replayed)
+    matches = None
+    if tokens is not None:
+        matches = match_tokens(replayed.state, model, tokens, fleet_key=fleet_key)
+    if json:
+        print(report_json(report, matches))
+        return
+    print("\n".join(replay_lines(report) + match_lines(matches or [])))
+
+
+@app.command()
+def explain(
+    archive: Annotated[str, typer.Option(help="Database URL of the archive.")],
+    decision_id: Annotated[str | None, typer.Argument(help="None: the newest decision.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Say why a request went where it went."""
+    from kvatlas.reports import explained
+
+    print(explained(archive, decision_id, json))
+
+
+@app.command()
+def sidecar(
+    worker: Annotated[str, typer.Option(help="Name of the worker in the fleet.")],
+    model: Annotated[str, typer.Option(help="Model of the engine.")],
+    ring: Annotated[Path, typer.Option(help="The ring that the engine's hook has made.")],
+    socket: Annotated[Path, typer.Option(help="Where the engine asks for pulls.")],
+    base_url: Annotated[str, typer.Option(help="Where the engine takes requests.")] = "",
+    rank: Annotated[int, typer.Option(min=0, help="Rank within the worker.")] = 0,
+    block_tokens: BlockTokens = 16,
+    kv_fingerprint: Annotated[str, typer.Option(help="32 hex digits; none: no pulls.")] = "",
+    pool: Annotated[str, typer.Option(help="File of the serve pool, in shared memory.")] = "",
+    slots: Annotated[int, typer.Option(min=0, help="Slots of the serve pool.")] = 0,
+    block_bytes: Annotated[int, typer.Option(min=0, help="KV bytes of a block.")] = 0,
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+) -> None:
+    """Run the sidecar of an engine that has made its ring, until the engine ends."""
+    from kvatlas.schemas.fleet import NamespaceDescriptor
+    from kvatlas.worker_hooks.sidecar import run_sidecar
+    from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+
+    settings = _with_broker(_settings(config, nats, creds, set_))
+    options = SidecarOptions(
+        nats_url=settings.nats.url,
+        creds_file=settings.nats.credentials,
+        worker=worker,
+        rank=rank,
+        model=model,
+        base_url=base_url,
+        descriptor=NamespaceDescriptor(block_tokens),
+        kv_fingerprint=_hex(kv_fingerprint, "flag --kv-fingerprint"),
+        ring_path=str(ring),
+        socket_path=str(socket),
+        pool_path=pool,
+        num_slots=slots,
+        block_bytes=block_bytes,
+        transport=settings.sidecar.transport,
+        fleet_key=settings.fleet.key_bytes,
+        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
+        digest_seconds=settings.sidecar.digest_seconds,
+        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+    )
+    _run(run_sidecar(options))
+
+
+def _hex(text: str, source: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise InvalidSetting("kv_fingerprint", source, str(error)) from error
 
 
 def _settings(

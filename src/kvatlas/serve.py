@@ -71,7 +71,7 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
         router = RouterService(
             service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
         )
-        async with server.serving(create_app(router)):
+        async with server.serving(create_app(router, decides=False)):
             _announce(as_json, indexer=server.url, nats=settings.nats.url)
             await stopped.wait()
 

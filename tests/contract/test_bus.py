@@ -26,6 +26,11 @@ async def publish(bus: Bus, count: int, subject: str = "test.a", first: int = 1)
     await publisher.flush()
 
 
+async def never(payload: bytes) -> bytes:
+    await asyncio.Event().wait()
+    return payload
+
+
 def payloads(messages: list[Message]) -> list[int]:
     return [int(message.payload) for message in messages]
 
@@ -262,12 +267,8 @@ async def test_a_closed_service_answers_no_more(connect: Connect) -> None:
 
 
 async def test_a_request_without_an_answer_times_out(connect: Connect) -> None:
-    async def sleepy(payload: bytes) -> bytes:
-        await asyncio.Event().wait()
-        return payload
-
     async with connect() as bus:
-        await bus.serve("lease.a", sleepy)
+        await bus.serve("lease.a", never)
         with pytest.raises(RequestTimedOut):
             await bus.request("lease.a", b"", 0.05)
 
@@ -292,6 +293,14 @@ async def test_a_closed_bus_refuses_work_and_leaves_no_task(connect: Connect) ->
     assert asyncio.all_tasks() == before
     with pytest.raises(BusUnavailable):
         await publisher.publish("test.a", b"2")
+    with pytest.raises(BusUnavailable):
+        bus.publisher("TEST")
+    with pytest.raises(BusUnavailable):
+        await bus.follow("TEST", 1, Collected[Message]())
+    with pytest.raises(BusUnavailable):
+        await bus.serve("lease.a", never)
+    with pytest.raises(BusUnavailable):
+        await bus.keys("kv_test").watch(lambda _: None)
     with pytest.raises(BusUnavailable):
         await bus.last_sequence("TEST")
     with pytest.raises(BusUnavailable):

@@ -269,6 +269,33 @@ async def test_a_service_is_there_again_after_the_broker(server: EmbeddedServer)
         assert await client.request("lease.a", b"1", 5.0) == b"1"
 
 
+async def test_closing_the_bus_ends_who_waits_for_the_broker(server: EmbeddedServer) -> None:
+    async def echo(payload: bytes) -> bytes:
+        return payload
+
+    async with NatsBus(server.url, max_unacked=1) as bus:
+        await bus.declare_stream(a_stream())
+        await server.kill()
+        await eventually(lambda: not bus.connected)
+        publisher = bus.publisher("TEST")
+        await publisher.publish("test.a", b"1")
+        waiting = [
+            asyncio.create_task(waits)
+            for waits in (
+                bus.follow("TEST", 1, Reader()),
+                bus.serve("lease.a", echo),
+                bus.keys("kv_test").watch(lambda _: None),
+                publisher.publish("test.a", b"2"),
+                publisher.flush(),
+                bus.last_sequence("TEST"),
+            )
+        ]
+        done, _ = await asyncio.wait(waiting, timeout=0.05)
+        assert not done
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [BusUnavailable] * len(waiting)
+
+
 async def test_an_exchange_ends_with_its_connection(server: EmbeddedServer) -> None:
     asked = asyncio.Event()
 

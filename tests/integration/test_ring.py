@@ -68,7 +68,10 @@ def test_whole_records_arrive_in_order_and_every_loss_is_told(tmp_path: Path) ->
                 reader = RingReader(path)
         assert int(process.stdout.readline()) == num_lost
         assert num_taken > 0
+        assert reader.has_writer()
         process.stdin.close()
+        process.wait()
+        assert not reader.has_writer()
         reader.close()
 
 

@@ -15,7 +15,6 @@ from kvatlas import __version__
 from kvatlas.indexer.service import Lag
 from kvatlas.router.app import RouterApp, create_app
 from kvatlas.router.service import RouterService
-from kvatlas.schemas.routing import decode_decision
 from testkit.fleet import MODEL, Fleet, RouterUnderTest, a_prompt, a_request
 
 PROMPT = a_prompt(160)
@@ -298,7 +297,6 @@ class TestControl:
         shown = (await client.get(f"/v1/decisions/{routed.decision_id}")).json()
         as_json = msgspec.json.encode(router.decision(routed.decision_id))
         assert shown == msgspec.json.decode(as_json)
-        assert decode_decision(msgspec.msgpack.encode(router.decision(routed.decision_id)))
 
 
 class Samples:
@@ -391,3 +389,14 @@ async def test_the_openapi_document_names_every_route(client: httpx.AsyncClient)
     text = msgspec.json.encode(document)
     for name in {part.split(b'"')[0] for part in text.split(b"#/components/schemas/")[1:]}:
         assert name.decode() in document["components"]["schemas"]
+
+
+async def test_an_app_that_does_not_decide_only_scores(router: RouterUnderTest) -> None:
+    transport = httpx.ASGITransport(create_app(router, decides=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        assert (await client.post("/v1/score", json=ask())).status_code == 200
+        for path in ("/v1/route", "/v1/requests/d1/done", "/v1/requests/d1/prefilled"):
+            assert (await client.post(path, json=ask())).status_code == 404
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert "/v1/route" not in paths
+        assert "/v1/score" in paths

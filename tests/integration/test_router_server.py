@@ -142,8 +142,6 @@ async def test_many_clients_at_once(port: int) -> None:
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{port}", limits=limits, trust_env=False
     ) as client:
-        answers = await asyncio.gather(
-            *(client.post("/v1/route", content=BODY) for _ in range(200))
-        )
+        answers = await asyncio.gather(*(client.post("/v1/route", content=BODY) for _ in range(60)))
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["decision_id"] for answer in answers}) == 60

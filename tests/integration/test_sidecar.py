@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -126,7 +125,7 @@ async def test_the_log_says_exactly_what_the_engine_holds(tmp_path: Path) -> Non
         assert folds[W].down == "signal SIGTERM"
         assert folds[W].gaps == []
         assert worker.process.exit_status == 0
-        assert not Path(options.pool_path).exists()
+        assert not os.path.exists(options.pool_path)  # noqa: ASYNC240
 
 
 async def test_nothing_is_lost_while_the_broker_restarts(tmp_path: Path) -> None:
@@ -174,12 +173,10 @@ async def test_a_ring_that_overflows_is_made_good_by_a_listing(tmp_path: Path) -
             os.kill(worker.process.pid, signal.SIGCONT)
 
             async def listed() -> bool:
-                await asyncio.sleep(0.02)
                 counters = (await worker.channel.status()).counters
                 return counters["lost_events"] > 0 and worker.engine._hook._listing is None
 
-            while not await listed():
-                pass
+            await until_true(listed)
             await settled(worker, folds[W])
             await settled(worker, folds[W])
             check_equal(worker, folds[W])
@@ -233,14 +230,21 @@ async def test_a_prefix_is_pulled_from_a_peer_with_the_right_bytes(tmp_path: Pat
             assert (done.pulled_blocks, done.computed_blocks) == (0, 3)
 
 
-async def ready_to_pull(worker: Worker) -> None:
+async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(20):
-        while (await worker.channel.status()).transport != "nixl":
-            await asyncio.sleep(0.05)
+        while not await condition():  # noqa: ASYNC110 - another process decides
+            await asyncio.sleep(0.02)
+
+
+async def ready_to_pull(worker: Worker) -> None:
+    async def is_ready() -> bool:
+        return (await worker.channel.status()).transport == "nixl"
+
+    await until_true(is_ready)
 
 
 ENGINE = """
-import json, sys, time
+import sys
 from pathlib import Path
 import msgspec
 from kvatlas.worker_hooks.hook import WorkerHook
@@ -249,42 +253,67 @@ from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 options = msgspec.json.decode(sys.argv[1], type=SidecarOptions)
 hook = WorkerHook(RingWriter.create(Path(options.ring_path)))
-sidecar = start_sidecar(options)
+sidecar = start_sidecar(options) if sys.argv[2] == "start" else None
 hook.stored([1], None, bytes(16))
-print(sidecar.pid, flush=True)
+print(sidecar.pid if sidecar else 0, flush=True)
 sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("is_sidecar_killed", [False, True])
-async def test_the_death_of_an_engine_is_in_the_log(
-    tmp_path: Path, is_sidecar_killed: bool
-) -> None:
-    """Its sidecar says so; if that died too, the lease runs out and watchers are told."""
+@asynccontextmanager
+async def an_engine(options: SidecarOptions, *, starts_sidecar: bool) -> AsyncIterator[list[int]]:
+    """Run an engine of its own process until the end; yield its pid and its sidecar's."""
+    engine = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", ENGINE, msgspec.json.encode(options).decode()),
+        "start" if starts_sidecar else "",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert engine.stdout is not None
+    pids = [engine.pid, int(await engine.stdout.readline())]
+    try:
+        yield pids
+    finally:
+        for pid in filter(None, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await engine.communicate()
+
+
+async def test_a_sidecar_says_that_its_engine_died(tmp_path: Path) -> None:
+    async with a_broker(tmp_path) as (server, bus), folded(bus, W) as folds:
+        options = sidecar_options(tmp_path, nats_url=server.url)
+        changes: list[LeaseChange] = []
+        await watch_leases(bus.keys(LEASES_BUCKET), changes.append)
+        async with an_engine(options, starts_sidecar=True) as (engine, _):
+            await until(lambda: len(folds[W].held[Tier.hbm]) == 1)
+            os.kill(engine, signal.SIGKILL)
+            await until(lambda: folds[W].down == "engine ended")
+            await until(lambda: changes[-1].kind == "released")
+
+
+async def test_the_lease_of_an_engine_that_died_with_its_sidecar_runs_out(tmp_path: Path) -> None:
     async with a_broker(tmp_path) as (server, bus), folded(bus, W) as folds:
         options = sidecar_options(tmp_path, nats_url=server.url, lease_ttl_seconds=1.0)
         changes: list[LeaseChange] = []
         await watch_leases(bus.keys(LEASES_BUCKET), changes.append)
-        engine = subprocess.Popen(
-            [sys.executable, "-P", "-c", ENGINE, msgspec.json.encode(options).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        with engine:
-            assert engine.stdout is not None
-            sidecar = json.loads(await asyncio.to_thread(engine.stdout.readline))
-            await until(lambda: len(folds[W].held[Tier.hbm]) == 1)
-            await until(lambda: bool(changes))
-            if is_sidecar_killed:
-                os.kill(sidecar, signal.SIGKILL)
-            engine.kill()
-        if is_sidecar_killed:
+        async with an_engine(options, starts_sidecar=True) as pids:
+            await until(lambda: len(folds[W].held[Tier.hbm]) == 1 and bool(changes))
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
             await until(lambda: changes[-1].kind == "expired")
-        else:
+            assert folds[W].down == ""
+
+
+async def test_a_sidecar_of_an_operator_ends_with_who_writes_to_the_ring(tmp_path: Path) -> None:
+    async with a_broker(tmp_path) as (server, bus), folded(bus, W) as folds:
+        options = sidecar_options(tmp_path, nats_url=server.url)
+        async with an_engine(options, starts_sidecar=False) as (engine, _):
+            running = asyncio.create_task(asyncio.to_thread(_run_sidecar, options))
+            await until(lambda: len(folds[W].held[Tier.hbm]) == 1)
+            os.kill(engine, signal.SIGKILL)
+            assert (await running).returncode == 0
             await until(lambda: folds[W].down == "engine ended")
-            await until(lambda: changes[-1].kind == "released")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(sidecar, signal.SIGKILL)
 
 
 async def test_a_sidecar_that_cannot_start_says_why(tmp_path: Path) -> None:

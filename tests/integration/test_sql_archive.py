@@ -6,8 +6,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.schema import CreateTable
 
 from kvatlas.events import sql_archive
 from kvatlas.events.archive import EventRecord, Hole
@@ -128,14 +130,14 @@ def test_a_subject_that_no_database_takes_is_kept_as_text(file: Path) -> None:
 # --- errors of drivers --------------------------------------------------------------------------
 
 
-Driver = type[sa.exc.DBAPIError]
+Driver = type[DBAPIError]
 
 
 def errors_below(error: Driver) -> set[Driver]:
     return {error}.union(*map(errors_below, error.__subclasses__()))
 
 
-@pytest.mark.parametrize("error", sorted(errors_below(sa.exc.DBAPIError), key=str))
+@pytest.mark.parametrize("error", sorted(errors_below(DBAPIError), key=str))
 def test_every_error_of_a_driver_becomes_ours(file: Path, error: Driver) -> None:
     with open_archive(file) as archive, pytest.raises(ArchiveUnavailable), archive._translated():
         raise error("statement", {"parameter": 1}, Exception("driver says no"))
@@ -143,7 +145,7 @@ def test_every_error_of_a_driver_becomes_ours(file: Path, error: Driver) -> None
 
 def test_a_pool_without_a_free_connection_is_unavailable(file: Path) -> None:
     with open_archive(file) as archive, pytest.raises(ArchiveUnavailable), archive._translated():
-        raise sa.exc.TimeoutError
+        raise PoolTimeout
 
 
 # --- PostgreSQL without one ---------------------------------------------------------------------
@@ -152,7 +154,7 @@ def test_a_pool_without_a_free_connection_is_unavailable(file: Path) -> None:
 def test_the_tables_and_inserts_are_postgresql_too() -> None:
     dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
     for table in sql_archive._tables.sorted_tables:
-        created = str(sa.schema.CreateTable(table).compile(dialect=dialect))
+        created = str(CreateTable(table).compile(dialect=dialect))
         assert "INTEGER PRIMARY KEY" not in created
         insert = postgresql.insert(table).on_conflict_do_nothing()
         assert "ON CONFLICT DO NOTHING" in str(insert.compile(dialect=dialect))

@@ -1,5 +1,6 @@
 """The overlay against one that compares every entry, on random histories."""
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -76,3 +77,4 @@ class OverlayMachine(RuleBasedStateMachine):
 
 
 TestOverlay = OverlayMachine.TestCase
+TestOverlay.settings = settings(max_examples=40, deadline=None)

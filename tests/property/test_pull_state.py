@@ -3,7 +3,6 @@ blocks that were verified are held."""
 
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.blocks import a_chain
 
 from kvatlas.worker_hooks.pull_state import PullState
 from kvatlas.worker_hooks.pull_words import (
@@ -27,6 +26,7 @@ from kvatlas.worker_hooks.pull_words import (
     Stimulus,
     TimePassed,
 )
+from testkit.blocks import a_chain
 
 MS = 1_000_000
 DENIALS = ["not_held", "busy", "incompatible", "timed_out", "no_responder", "strange"]

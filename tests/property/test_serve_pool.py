@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.blocks import a_block, a_hash
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.worker_hooks.lease_server import SlotDirectory
 from kvatlas.worker_hooks.pool import ServePool, SlotState
 from kvatlas.worker_hooks.pool_file import default_folder
+from testkit.blocks import a_block, a_hash
 
 SIZE, NUM_SLOTS, NUM_BOUNCE = 64, 4, 2
 STEPS = st.tuples(
@@ -74,6 +74,6 @@ def test_slots_keep_what_they_promised(folder: Path, steps: list[tuple[str, int,
                 if at in held:
                     assert bytes(sidecar.block(at)) == a_block(held[at], SIZE)
             assert len(set(sidecar.bounce_places())) == NUM_BOUNCE
-            for at, number in held.items():
+            for number in held.values():
                 (found,) = directory.find([a_hash(number)])
                 assert held[found] == number

@@ -11,9 +11,15 @@ from kvatlas.schemas.digest import digest_of, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier
 from testkit.blocks import a_chain, a_hash
-from testkit.indexes import tiny_index
 
 ROOT = b"\xff" * 16
+
+
+def a_bounded_index() -> FlatRadixIndex:
+    """Return an index with room for some thousand blocks."""
+    return FlatRadixIndex(
+        max_bytes=1 << 17, segment_cells=64, first_segments=2, set_rows=2, set_words=2
+    )
 
 
 def chain_of(num_blocks: int, start: int = 0) -> bytes:
@@ -28,44 +34,44 @@ def test_a_size_is_a_power_of_two(name: str, value: int) -> None:
 
 
 def test_more_blocks_than_the_limit_are_refused_and_the_rest_stays_exact() -> None:
-    index = tiny_index(max_bytes=1 << 15)
+    index = a_bounded_index()
     instance = index.add_instance()
-    chain = chain_of(2000)
-    with pytest.raises(IndexFull, match="the limit is 32768"):
+    chain = chain_of(8000)
+    with pytest.raises(IndexFull, match="the limit is 131072"):
         index.store(instance, Tier.hbm, ROOT, chain)
     num_blocks = index.num_blocks()
-    assert 500 < num_blocks < 2000
-    assert index.memory_bytes() <= 1 << 15
+    assert 1000 < num_blocks < 8000
+    assert index.memory_bytes() <= 1 << 17
     assert index.digest(instance, Tier.hbm) == digest_of(split_hashes(chain[: 16 * num_blocks]))
     assert [match.num_blocks for match in index.match(chain)] == [num_blocks]
 
 
 def test_a_full_index_takes_removals_and_then_blocks_again() -> None:
-    index = tiny_index(max_bytes=1 << 15)
+    index = a_bounded_index()
     one, other = index.add_instance(), index.add_instance()
     with pytest.raises(IndexFull):
-        index.store(one, Tier.hbm, ROOT, chain_of(2000))
+        index.store(one, Tier.hbm, ROOT, chain_of(8000))
     num_blocks = index.num_blocks()
-    assert index.remove(one, Tier.hbm, chain_of(2000)) == num_blocks
+    assert index.remove(one, Tier.hbm, chain_of(8000)) == num_blocks
     assert index.store(other, Tier.hbm, ROOT, chain_of(400)) == 400
 
 
 def test_a_full_index_has_room_again_once_an_instance_is_forgotten() -> None:
-    index = tiny_index(max_bytes=1 << 15)
+    index = a_bounded_index()
     gone, fresh = index.add_instance(), index.add_instance()
     with pytest.raises(IndexFull):
-        index.store(gone, Tier.hbm, ROOT, chain_of(2000))
+        index.store(gone, Tier.hbm, ROOT, chain_of(8000))
     index.forget_instance(gone)
-    assert index.store(fresh, Tier.hbm, ROOT, chain_of(400, start=5000)) == 400
+    assert index.store(fresh, Tier.hbm, ROOT, chain_of(400, start=9000)) == 400
     assert index.num_blocks() == 400
 
 
 def test_too_many_different_sets_are_refused_and_removals_still_work() -> None:
-    index = tiny_index(max_bytes=1 << 15)
+    index = a_bounded_index()
     instances = [index.add_instance() for _ in range(60)]
 
     def hold_differently() -> None:
-        for number in range(1000):
+        for number in range(4000):
             for bit, instance in enumerate(instances):
                 if (number * 2654435761) >> (bit % 32) & 1:
                     index.store(instance, Tier(bit % 5), ROOT, a_hash(number))

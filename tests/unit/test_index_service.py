@@ -95,6 +95,18 @@ async def test_a_log_whose_messages_are_all_gone_is_ready_and_unknown(
         assert view.trust is Trust.degraded
 
 
+async def test_a_log_that_ages_away_while_it_is_read_does_not_keep_it_from_being_ready(
+    bus: MemoryBus, broker: MemoryBroker
+) -> None:
+    await publish(bus, a_batch(up()), a_batch(seq=2))
+    async with a_service(bus) as service:
+        broker.purge(KV_EVENTS, 3)
+        async with asyncio.timeout(5):
+            await service.wait_ready()
+        await publish(bus, a_batch(seq=3))
+        await eventually(lambda: service.state.stats().stream_holes == 1)
+
+
 async def test_until_it_is_ready_everybody_is_catching_up(bus: MemoryBus) -> None:
     await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=2))
     async with a_service(bus) as service:

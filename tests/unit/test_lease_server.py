@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.blocks import a_block, a_chain, a_hash
 
+from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.schemas.transfer import (
     LeaseGranted,
     LeaseMissing,
@@ -23,6 +23,7 @@ from kvatlas.worker_hooks.lease_table import LeaseLimits
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.transfer import MemoryFabric, MemorySource
+from testkit.blocks import a_block, a_chain, a_hash
 
 SIZE, NUM_SLOTS = 256, 8
 FINGERPRINT = bytes(range(16))
@@ -181,14 +182,11 @@ async def test_what_cannot_be_read_is_answered_and_kills_nothing(
 
 
 async def test_a_source_is_announced_under_a_key(owner: Owner) -> None:
-    class Keys:
-        stored: dict[str, bytes] = {}
-
-        async def put(self, key: str, value: bytes) -> None:
-            self.stored[key] = value
-
-    keys = Keys()
-    await owner.server.announce(owner.source, keys, "sources.w1.0")
-    announced = decode_source_announced(keys.stored["sources.w1.0"])
+    async with MemoryBroker().connect() as bus:
+        keys = bus.keys("sources")
+        await owner.server.announce(owner.source, keys, "w1.0")
+        entry = await keys.get("w1.0")
+    assert entry is not None
+    announced = decode_source_announced(entry.value)
     reference = owner.source.reference
     assert (announced.agent, announced.metadata) == (reference.agent, reference.metadata)

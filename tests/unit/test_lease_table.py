@@ -1,9 +1,9 @@
 import pytest
-from testkit.blocks import a_chain
 
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.transfer import LeaseRequest
 from kvatlas.worker_hooks.lease_table import LeaseLimits, LeaseTable
+from testkit.blocks import a_chain
 
 FINGERPRINT = bytes(range(16))
 MS = 1_000_000

@@ -145,9 +145,9 @@ class TestInFlight:
 
     def test_a_new_epoch_has_an_empty_queue(self, world: World) -> None:
         world.routed("a", 500)
-        assert world.of(epoch=2)[:2] == (0, 0.0)
+        assert world.of(epoch=2).queued_ms == world.of(epoch=2).in_flight == 0
         world.done("a")
-        assert world.of(epoch=2)[:2] == (0, 0.0)
+        assert world.of(epoch=2).queued_ms == world.of(epoch=2).in_flight == 0
 
 
 class TestWork:

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from kvatlas.events.bus import Message
-from kvatlas.events.memory_bus import Faults, MemoryBroker, MemoryBus
+from kvatlas.events.bus import Message, Publisher
+from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory_stream import Faults
 from kvatlas.events.streams import (
     KV_DECISIONS,
     KV_EVENTS,
@@ -115,7 +116,7 @@ async def test_a_full_window_holds_back_while_the_broker_is_away() -> None:
         await bus.declare_stream(a_stream())
         bus.cut()
         publisher = bus.publisher("TEST")
-        filling = asyncio.create_task(_fill(publisher.publish))
+        filling = asyncio.create_task(_fill(publisher))
         done, _ = await asyncio.wait((filling,), timeout=0.05)
         assert not done
         assert publisher.num_unacked == 1024
@@ -125,10 +126,9 @@ async def test_a_full_window_holds_back_while_the_broker_is_away() -> None:
         assert await bus.last_sequence("TEST") == 1100
 
 
-async def _fill(publish: object) -> None:
-    assert callable(publish)
+async def _fill(publisher: Publisher) -> None:
     for _ in range(1100):
-        await publish("test.a", b"")
+        await publisher.publish("test.a", b"")
 
 
 async def test_old_messages_go_with_the_clock() -> None:

@@ -1,5 +1,7 @@
 """Batches on their way to the bus."""
 
+import itertools
+
 import pytest
 
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
@@ -16,6 +18,7 @@ from kvatlas.schemas.kv_events import (
 )
 from kvatlas.worker_hooks.outbox import Outbox
 
+_clock = itertools.count(1000.0)
 UP = WorkerUp(WorkerInfo("", ("m",), NamespaceDescriptor(16)))
 ROOT = bytes(16)
 STORED = BlockStored(ROOT, bytes(32))
@@ -27,8 +30,10 @@ def an_outbox(max_bytes: int = 10_000, coalesce_bytes: int = 1000) -> Outbox:
     return Outbox(InstanceId("w", 0), UP, max_bytes, coalesce_bytes, coalesce_seconds=0.002)
 
 
-def take_all(outbox: Outbox, now: float = 1e9) -> list[EventBatch]:
-    return list(iter(lambda: outbox.take(now, 0), None))
+def take_all(outbox: Outbox, now: float | None = None) -> list[EventBatch]:
+    """Take until nothing more comes: at one moment, or as time goes by."""
+    moments = _clock if now is None else itertools.repeat(now)
+    return list(iter(lambda: outbox.take(next(moments), 0), None))
 
 
 def shape(batches: list[EventBatch]) -> list[tuple[int, tuple[KvEvent, ...]]]:
@@ -175,14 +180,6 @@ def test_a_batch_that_was_refused_is_told_as_lost() -> None:
     outbox.lose(refused.seq)
     assert shape(take_all(outbox)) == [(4, (Resync(2, 3),))]
     assert outbox.is_lost
-
-
-def test_a_refused_beginning_is_said_again() -> None:
-    outbox = an_outbox()
-    outbox.begin_epoch(5)
-    (refused,) = take_all(outbox)
-    outbox.lose(refused.seq)
-    assert shape(take_all(outbox)) == [(2, (UP, Resync(1, 1)))]
 
 
 def test_the_last_word_gets_through_a_loss() -> None:

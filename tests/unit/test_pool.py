@@ -1,4 +1,4 @@
-"""The serve pool, as its two processes use it; here both are this one, each with its own mapping."""
+"""The serve pool as its two processes use it; here both are this one, with a mapping each."""
 
 import os
 import tempfile
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.blocks import a_block, a_chain, a_hash
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.schemas.errors import (
@@ -20,6 +19,7 @@ from kvatlas.schemas.errors import (
 )
 from kvatlas.worker_hooks.pool import ServePool, SlotState
 from kvatlas.worker_hooks.pool_file import default_folder, pool_path
+from testkit.blocks import a_block, a_chain, a_hash
 
 SIZE = 512
 LATER, LONG_AGO = 1 << 62, 1
@@ -131,7 +131,9 @@ def test_a_leased_slot_is_not_evicted_before_the_lease_ends(
     assert engine.try_evict([0, 1], now_ns=now + 1000) == [0, 1]
 
 
-def test_only_leading_blocks_that_are_held_are_leased(sidecar: ServePool, engine: ServePool) -> None:
+def test_only_leading_blocks_that_are_held_are_leased(
+    sidecar: ServePool, engine: ServePool
+) -> None:
     commit(engine, 0, 1, 3)
     leased = sidecar.lease([0, 1, 2, 3], [a_hash(n) for n in range(4)], LATER)
     assert leased == [engine.checksum_of(0), engine.checksum_of(1)]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from testkit.blocks import a_chain, a_hash
 
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.worker_hooks.pull_state import PullState
@@ -29,6 +28,7 @@ from kvatlas.worker_hooks.pull_words import (
     TimePassed,
     WakeAt,
 )
+from testkit.blocks import a_chain, a_hash
 
 MS = 1_000_000
 DEADLINE = 10_000 * MS
@@ -83,9 +83,7 @@ class Story:
         deadline_ns: int = DEADLINE,
     ) -> list[Effect]:
         slots = range(10 * pull, 10 * pull + len(numbers))
-        return self.tell(
-            PullAsked(pull, a_chain(*numbers), slots, owners, deadline_ns, priority)
-        )
+        return self.tell(PullAsked(pull, a_chain(*numbers), slots, owners, deadline_ns, priority))
 
 
 def batch(number: int, priority: Priority = HIGH) -> BatchId:
@@ -115,9 +113,7 @@ def test_a_block_is_leased_read_verified_and_held() -> None:
     story = Story(a_state())
     assert story.ask(1, 2) == [lease(1, 1, 2)]
     assert story.tell(given(1, 2)) == [ReadBlocks(batch(1), 1000 * MS)]
-    assert story.tell(BlocksArrived(batch(1))) == [
-        CheckAndFill(batch(1), a_chain(1, 2), [10, 11])
-    ]
+    assert story.tell(BlocksArrived(batch(1))) == [CheckAndFill(batch(1), a_chain(1, 2), [10, 11])]
     assert story.tell(BlocksChecked(batch(1))) == [
         CloseBatch(batch(1)),
         EndPull(1, held=[0, 1], missing=[]),

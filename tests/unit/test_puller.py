@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from testkit.blocks import a_block, a_chain, a_hash
 
 from kvatlas.schemas.errors import (
     BusUnavailable,
@@ -30,6 +29,8 @@ from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.pull_words import Owner, PullSettings
 from kvatlas.worker_hooks.puller import Puller, PullResult
 from kvatlas.worker_hooks.transfer import Bounce, MemoryFabric, MemorySource, MemoryTransport
+from testkit.blocks import a_block, a_chain, a_hash
+from testkit.waiting import until
 
 SIZE, NUM_SLOTS = 256, 16
 FINGERPRINT = bytes(range(16))
@@ -251,8 +252,7 @@ async def test_a_frozen_source_costs_a_try_and_its_places_wait_for_it(fleet: Fle
         assert fleet.transport.num_quarantined == 1
         assert fleet.bounce.num_free == fleet.bounce.num_places - 2
         fleet.fabric.thaw(fleet.w1.agent)
-        while fleet.transport.num_quarantined:
-            await asyncio.sleep(0)
+        await until(lambda: fleet.transport.num_quarantined == 0)
     fleet.check(0, 1)
 
 
@@ -266,8 +266,7 @@ async def test_the_deadline_holds_and_what_comes_later_changes_nothing(fleet: Fl
         assert fleet.pool.try_evict([0, 1]) == [0, 1]
         fleet.pool.commit(0, a_hash(50), a_block(50, SIZE))
         fleet.fabric.thaw(fleet.w1.agent)
-        while fleet.transport.num_quarantined:
-            await asyncio.sleep(0)
+        await until(lambda: fleet.transport.num_quarantined == 0)
     fleet.check(50)
 
 
@@ -276,8 +275,7 @@ async def test_a_slot_taken_back_during_the_pull_is_left_alone(fleet: Fleet) -> 
     fleet.owners = [fleet.w1.owner]
     async with pulling(fleet):
         pull = asyncio.create_task(fleet.pull(0, 1))
-        while not fleet.bounce.num_free < fleet.bounce.num_places:
-            await asyncio.sleep(0)
+        await until(lambda: fleet.bounce.num_free < fleet.bounce.num_places)
         assert fleet.pool.try_evict([1]) == [1]
         fleet.fabric.thaw(fleet.w1.agent)
         result = await pull
@@ -289,8 +287,7 @@ async def test_a_cancelled_pull_leaves_nothing_behind(fleet: Fleet) -> None:
     fleet.fabric.freeze(fleet.w1.agent)
     async with pulling(fleet):
         pull = asyncio.create_task(fleet.pull(0, 1))
-        while not fleet.bounce.num_free < fleet.bounce.num_places:
-            await asyncio.sleep(0)
+        await until(lambda: fleet.bounce.num_free < fleet.bounce.num_places)
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pull
@@ -303,8 +300,7 @@ async def test_leaving_the_puller_ends_its_pulls(fleet: Fleet) -> None:
     fleet.fabric.freeze(fleet.w1.agent)
     async with pulling(fleet):
         pull = asyncio.create_task(fleet.pull(0))
-        while not fleet.bounce.num_free < fleet.bounce.num_places:
-            await asyncio.sleep(0)
+        await until(lambda: fleet.bounce.num_free < fleet.bounce.num_places)
         fleet.fabric.thaw(fleet.w1.agent)
     assert (await pull).missing == [(0, "cancelled")]
 

@@ -102,6 +102,30 @@ async def test_what_the_broker_refuses_is_counted() -> None:
     assert (log.num_published, log.num_dropped) == (0, 2)
 
 
+class ForgetfulPublisher(RefusingPublisher):
+    """A publisher that tells late of a refusal, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[bytes] = []
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        self.asked += 1
+        if self.asked == 2:
+            raise StreamRefused("the first one was too large")
+        self.taken.append(payload)
+
+
+async def test_a_late_refusal_costs_one_decision_only() -> None:
+    publisher = ForgetfulPublisher()
+    made = decisions(2)
+    async with StreamDecisionLog(publisher, SETTINGS) as log:
+        for decision in made:
+            log.record(decision)
+    assert [decode_decision(payload) for payload in publisher.taken] == made
+    assert log.num_dropped == 1
+
+
 async def test_nothing_is_taken_after_the_end(bus: MemoryBus) -> None:
     async with StreamDecisionLog(bus.publisher(KV_DECISIONS), SETTINGS) as log:
         pass

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvatlas.indexer import prompt_kernel
 from kvatlas.router.requests import (
     Report,
     ScoreRequest,
@@ -18,6 +19,7 @@ from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedCo
 from kvatlas.schemas.hashing import Extra
 from kvatlas.schemas.settings import RouterSettings
 
+prompt_kernel.warm()
 SETTINGS = RouterSettings(max_prompt_tokens=100)
 TOKENS = array("I", [1, 2, 2**32 - 1]).tobytes()
 JSON, MSGPACK = "application/json", "application/x-msgpack"

@@ -1,6 +1,6 @@
 """The ring between engine and sidecar."""
 
-import os
+import select
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +119,6 @@ def test_the_reader_asks_for_listings_through_the_ring(
     reader.want_listing()
     assert writer.listings_wanted == 1
     assert not reader.writer_lists
-    assert reader.writer_pid == os.getpid()
 
 
 def test_what_is_no_ring_is_refused(tmp_path: Path) -> None:
@@ -161,3 +160,33 @@ def test_a_corrupt_record_costs_what_waits_and_not_more(
     assert taken == [Lost(1)]
     writer.append(b"3")
     assert reader.read() == [b"3"]
+
+
+def test_a_reader_that_sleeps_is_woken_by_a_record(writer: RingWriter, reader: RingReader) -> None:
+    writer.append(b"1")
+    assert not reader.fall_asleep()
+    assert reader.read() == [b"1"]
+    assert reader.fall_asleep()
+    assert select.select([reader.pipe], [], [], 0)[0] == []
+    writer.append(b"2")
+    assert select.select([reader.pipe], [], [], 0)[0] == [reader.pipe]
+    reader.wake_up()
+    assert select.select([reader.pipe], [], [], 0)[0] == []
+    writer.append(b"3")
+    assert select.select([reader.pipe], [], [], 0)[0] == []
+
+
+def test_a_writer_does_not_mind_readers_that_are_gone(writer: RingWriter) -> None:
+    for _ in range(2):
+        reader = RingReader(writer.path)
+        reader.read()
+        assert reader.fall_asleep()
+        writer.append(b"1")
+        reader.read()
+        assert reader.fall_asleep()
+        reader.close()
+        writer.append(b"2")
+        writer.append(b"3")
+    reader = RingReader(writer.path)
+    assert reader.read() == [b"2", b"3"]
+    reader.close()

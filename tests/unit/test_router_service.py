@@ -130,7 +130,7 @@ class TestReports:
         assert router.prefilled(answer.decision_id, Report()).applied
         assert router.done(answer.decision_id, Report()).applied
         assert (load := router.load_of(instance))
-        assert load[:2] == (0, 0.0)
+        assert load.queued_ms == load.in_flight == 0
 
     def test_a_second_report_is_no_error(self, router: RouterUnderTest) -> None:
         answer = router.route(a_request(PROMPT))

@@ -19,7 +19,14 @@ from kvatlas.indexer.stimuli import (
 )
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import ControlRecord, EventBatch, RejectedEvent, WorkerDown, WorkerUp
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    ControlRecord,
+    EventBatch,
+    RejectedEvent,
+    WorkerDown,
+    WorkerUp,
+)
 from testkit.builders import (
     MODEL,
     SECOND,
@@ -264,6 +271,9 @@ def test_who_is_alive_and_who_is_silent_is_told_by_epoch_and_broker_time() -> No
     state = a_state(a_batch(epoch=4), a_batch(worker="w2"), a_batch(worker="w3"), a_control("w3"))
     assert state.alive() == [(W1, 4), (InstanceId("w2", 0), 1)]
     assert state.silent_since(2 * SECOND) == {W1}
+    assert state.silent_since(99 * SECOND) == {W1, InstanceId("w2", 0)}
+    state.handle(arrived(a_batch(AllBlocksCleared(), epoch=4, seq=2), 5))
+    assert state.silent_since(99 * SECOND) == {InstanceId("w2", 0)}
     state.handle(LeaseExpired(W1, 4, 0))
     assert state.alive() == [(InstanceId("w2", 0), 1)]
 

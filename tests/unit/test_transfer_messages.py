@@ -1,6 +1,5 @@
 import msgspec
 import pytest
-from testkit.blocks import a_chain
 
 from kvatlas.schemas.errors import MalformedBatch, UnsupportedVersion
 from kvatlas.schemas.transfer import (
@@ -17,6 +16,7 @@ from kvatlas.schemas.transfer import (
     decode_transfer_request,
     encode_transfer,
 )
+from testkit.blocks import a_chain
 
 REQUEST = LeaseRequest(
     fingerprint=bytes(16), hashes=a_chain(1, 2), ttl_ms=500, requester="w2/0", transports=("nixl",)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import aiohttp
 from msgspec import Struct
 
 from kvatlas.schemas.errors import Unavailable
@@ -30,10 +30,13 @@ class FleetAddress(Struct, frozen=True):
 
     async def get(self, path: str) -> Any:
         """Return the JSON that the router answers to a GET."""
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-            answer = await client.get(f"{self.router_url}{path}")
-        answer.raise_for_status()
-        return answer.json()
+        return await get_json(f"{self.router_url}{path}")
+
+
+async def get_json(url: str) -> Any:
+    """Return the JSON that a server answers to a GET."""
+    async with aiohttp.ClientSession(raise_for_status=True) as client, client.get(url) as answer:
+        return await answer.json()
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 from kvatlas.demo.outcomes import Outcome
@@ -29,20 +29,21 @@ async def play(
 ) -> list[Outcome]:
     """Send each request at its time on a clock that runs `speed` times as fast.
 
-    Outcomes come in the order of the requests. A worker that dies costs a retry through the router.
+    The router sees them in their order, also those that arrive together. A worker that dies costs a
+    retry through the router. Outcomes come in the order of the requests.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     started, first_ms = time.monotonic(), requests[0].arrival_ms
+    in_order = asyncio.Lock()
 
-    async def one(request: PlayedRequest, client: httpx.AsyncClient) -> Outcome:
+    async def one(request: PlayedRequest, client: aiohttp.ClientSession) -> Outcome:
         due = started + (request.arrival_ms - first_ms) / 1000 / speed
         await asyncio.sleep(max(due - time.monotonic(), 0))
-        outcome = await _serve(request, client, router_url, model, speed)
+        outcome = await _serve(request, client, in_order, router_url, model, speed)
         on_outcome(outcome)
         return outcome
 
     async with (
-        httpx.AsyncClient(limits=limits, timeout=300, trust_env=False) as client,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
         asyncio.TaskGroup() as group,
     ):
         tasks = [group.create_task(one(request, client)) for request in requests]
@@ -50,12 +51,19 @@ async def play(
 
 
 async def _serve(
-    request: PlayedRequest, client: httpx.AsyncClient, router_url: str, model: str, speed: float
+    request: PlayedRequest,
+    client: aiohttp.ClientSession,
+    in_order: asyncio.Lock,
+    router_url: str,
+    model: str,
+    speed: float,
 ) -> Outcome:
     prompt = request.prompt()
+    question = {"model": model, "tokens": prompt}
     for retries in range(MAX_RETRIES):
-        started = time.monotonic()
-        route = await _post(client, f"{router_url}/v1/route", {"model": model, "tokens": prompt})
+        async with in_order:
+            started = time.monotonic()
+            route = await _post(client, f"{router_url}/v1/route", question)
         route_ms = (time.monotonic() - started) * 1000
         if route is None:
             await asyncio.sleep(0.25)
@@ -78,16 +86,19 @@ async def _serve(
     raise RequestLost(f"a request of {request.input_tokens} tokens failed {MAX_RETRIES} times")
 
 
-async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any] | None:
+async def _post(
+    client: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> dict[str, Any] | None:
     """Return the answer, or None if the server is away or has no worker for now."""
+    content = msgspec.msgpack.encode(body)
     try:
-        answer = await client.post(url, content=msgspec.msgpack.encode(body), headers=MSGPACK)
-    except httpx.TransportError:
+        async with client.post(url, data=content, headers=MSGPACK) as answer:
+            if answer.status >= 500:
+                return None
+            answer.raise_for_status()
+            return msgspec.json.decode(await answer.read(), type=dict[str, Any])
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
         return None
-    if answer.status_code >= 500:
-        return None
-    answer.raise_for_status()
-    return msgspec.json.decode(answer.content, type=dict[str, Any]) if answer.content else {}
 
 
 def _report(served: dict[str, Any], request: PlayedRequest, speed: float) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-import httpx
+import msgspec
 from msgspec import Struct
 
-from kvatlas.demo.fleet_process import FleetAddress, fleet_process
+from kvatlas.demo.fleet_process import FleetAddress, fleet_process, get_json
 from kvatlas.demo.one_big_lru import one_big_lru_hit_ratio
 from kvatlas.demo.outcomes import (
     Outcome,
@@ -26,7 +26,8 @@ from kvatlas.demo.play import play
 from kvatlas.demo.prompts import TRACE_BLOCK_TOKENS, PlayedRequest
 from kvatlas.demo.sessions import generate_requests
 from kvatlas.demo.trace import read_trace
-from kvatlas.replay import replay_archive
+from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.replay import Moment, replay_archive
 
 MODEL = "reference"
 BASELINE = "round_robin"
@@ -34,6 +35,9 @@ CONVERGE_SECONDS = 15.0
 #: model tokens per second; the scaled clock multiplies both
 PREFILL_TOKENS_PER_SECOND = 20_000.0
 DECODE_TOKENS_PER_SECOND = 50.0
+#: what the router expects before it has seen a pull
+PULL_TOKENS_PER_SECOND = 400_000.0
+LOAD_WINDOW_MS = 1_500.0
 
 
 class DemoOptions(Struct, frozen=True):
@@ -85,14 +89,17 @@ class Audience(Protocol):
         """The index is this far behind the engines."""
 
 
-async def run_demo(options: DemoOptions, audience: Audience) -> DemoReport:
-    """Play the requests with the policy and with round robin; raises InvalidTrace before either."""
+async def run_demo(
+    options: DemoOptions, requests: Sequence[PlayedRequest], audience: Audience
+) -> DemoReport:
+    """Play the requests with the policy, then with round robin."""
     started = time.monotonic()
-    requests = load_requests(options)
     with TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         archive = options.archive or f"sqlite:///{folder}/archive.db"
         ours = await _run_policy(options, options.policy, requests, archive, audience)
-        replayed = await replay_archive(archive)
+        last = ours.stats["stream_sequence"]
+        replayed = await replay_archive(archive, Moment(sequence=last))
+        published = await asyncio.to_thread(count_published_events, archive, last)
         theirs = ours
         if options.policy != BASELINE:
             theirs = await _run_policy(options, BASELINE, requests, None, audience)
@@ -105,9 +112,9 @@ async def run_demo(options: DemoOptions, audience: Audience) -> DemoReport:
         workers=options.workers,
         policies={name: ours.figures, BASELINE: theirs.figures, "one_big_lru": big},
         events={
-            "published": replayed.num_events,
-            "applied": ours.stats["events"],
-            "gaps": ours.stats["gaps"],
+            "published": published,
+            "applied": ours.stats["index"]["events"],
+            "gaps": ours.stats["index"]["gaps"],
             "rejected": ours.stats["rejected_total"],
         },
         convergence_ms=ours.stats["convergence_ms"],
@@ -159,7 +166,7 @@ async def _run_policy(
 async def _watch_lag(fleet: FleetAddress, audience: Audience) -> None:
     while True:
         stats = await fleet.get("/v1/index/stats")
-        audience.lagged(stats["convergence_ms"]["p99"])
+        audience.lagged(stats["convergence_ms"].get("p99", 0.0))
         await asyncio.sleep(0.5)
 
 
@@ -168,9 +175,10 @@ def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> 
     speed = options.speed
     scaled = {
         "router.policy": policy,
-        "router.seed": options.seed,
-        "router.load_window_ms": 1_000 / speed,
+        "router.seed": options.seed + 1,
+        "router.load_window_ms": LOAD_WINDOW_MS / speed,
         "router.prefill_tokens_per_second": PREFILL_TOKENS_PER_SECOND * speed,
+        "router.pull_tokens_per_second": PULL_TOKENS_PER_SECOND * speed,
         "router.max_prompt_tokens": 4_000_000,
         "router.max_body_bytes": 64 * 1024**2,
     }
@@ -179,7 +187,7 @@ def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> 
         *("--blocks-per-worker", str(options.blocks_per_worker)),
         *("--block-bytes", str(options.block_bytes)),
         *("--block-tokens", str(TRACE_BLOCK_TOKENS)),
-        *("--speed", str(speed), "--seed", str(options.seed)),
+        *("--speed", str(speed)),
         *("--prefill-tokens-per-second", str(PREFILL_TOKENS_PER_SECOND)),
         *("--decode-tokens-per-second", str(DECODE_TOKENS_PER_SECOND)),
         *(("--archive", archive) if archive else ()),
@@ -187,24 +195,31 @@ def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> 
     ]
 
 
+def count_published_events(archive_url: str, last: int) -> int:
+    """Return how many events the archived batches up to `last` hold, counted without the fold."""
+    with SqlArchive(archive_url, must_exist=True) as archive:
+        messages = archive.read_events(1, last)
+        payloads = [m.payload for m in messages if m.subject.startswith("kv.events.")]
+    return sum(len(msgspec.msgpack.decode(payload)[6]) for payload in payloads)
+
+
 async def converge(fleet: FleetAddress) -> dict[str, bool]:
     """Wait until the index says of each living worker what its engine says; return who agrees."""
     deadline = time.monotonic() + CONVERGE_SECONDS
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        while True:
-            equal = await _compare_digests(fleet, client)
-            if all(equal.values()) or time.monotonic() > deadline:
-                return equal
-            await asyncio.sleep(0.1)
+    while True:
+        equal = await _compare_digests(fleet)
+        if all(equal.values()) or time.monotonic() > deadline:
+            return equal
+        await asyncio.sleep(0.1)
 
 
-async def _compare_digests(fleet: FleetAddress, client: httpx.AsyncClient) -> dict[str, bool]:
-    workers = (await client.get(f"{fleet.router_url}/v1/workers")).json()["workers"]
+async def _compare_digests(fleet: FleetAddress) -> dict[str, bool]:
+    workers = (await fleet.get("/v1/workers"))["workers"]
     equal: dict[str, bool] = {}
     for worker in workers:
         if worker["trust"] == "gone" or not worker["base_url"]:
             continue
-        truth = (await client.get(f"{worker['base_url']}/v1/kv/digest")).json()["digests"]
+        truth = (await get_json(f"{worker['base_url']}/v1/kv/digest"))["digests"]
         equal[worker["worker"]] = _held(truth) == _held(worker["digests"])
     return equal
 

@@ -111,7 +111,7 @@ class MemoryBus:
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
-        self.connected = False
+        self.connected = self._is_closed = False
         self._callbacks: list[OnConnection] = []
         self._publishers: list[MemoryPublisher] = []
         self._parts: set[_Part] = set()
@@ -121,6 +121,7 @@ class MemoryBus:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._is_closed = True
         for part in tuple(self._parts):
             await part.close()
         for publisher in self._publishers:
@@ -160,6 +161,8 @@ class MemoryBus:
         )
 
     def publisher(self, stream_name: str) -> "MemoryPublisher":
+        if self._is_closed:
+            raise BusUnavailable("the bus is closed")
         publisher = MemoryPublisher(self, self._broker, stream_name)
         self._publishers.append(publisher)
         return publisher

@@ -28,7 +28,7 @@ from kvatlas.events.nats_keys import NatsKeyValue
 from kvatlas.events.nats_publisher import ACK_SECONDS, MAX_UNACKED, MAX_UNACKED_BYTES, NatsPublisher
 from kvatlas.events.nats_read import read_range
 from kvatlas.events.nats_service import ERROR_HEADER, NatsService
-from kvatlas.schemas.errors import RequestFailed
+from kvatlas.schemas.errors import BusUnavailable, RequestFailed
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class NatsBus:
         self._max_unacked, self._max_unacked_bytes = max_unacked, max_unacked_bytes
         self._ack_seconds = ack_seconds
         self._pending_messages, self._pending_bytes = pending_messages, pending_bytes
-        self._is_open = False
+        self._is_open = self._is_closed = False
         #: all that was handed out; closed with the bus, last first
         self._parts: list[_Part] = []
 
@@ -124,6 +124,7 @@ class NatsBus:
 
     async def close(self) -> None:
         """End all that this bus handed out, then the connection."""
+        self._is_closed = True
         while self._parts:
             await self._parts.pop().close()
         await self._connection.close()
@@ -176,8 +177,8 @@ class NatsBus:
             self._max_unacked_bytes,
             self._ack_seconds,
         )
-        publisher.start()
         self._own(publisher)
+        publisher.start()
         return publisher
 
     async def follow(
@@ -232,6 +233,8 @@ class NatsBus:
         return NatsKeyValue(self._connection, bucket, self._replicas, self._own)
 
     def _own(self, part: _Part) -> None:
+        if self._is_closed:
+            raise BusUnavailable("the bus is closed")
         self._parts = [one for one in self._parts if not one.is_closed]
         self._parts.append(part)
 

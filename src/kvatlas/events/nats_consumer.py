@@ -64,6 +64,8 @@ class PushConsumer:
         self._subscription: NatsSubscription | None = None
         self._trouble = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        #: of `start`: done when the broker delivers or never will
+        self._first: asyncio.Future[None] | None = None
         self._stop_listening: list[Callable[[], None]] = []
         self.num_healed = 0
         self.is_closed = False
@@ -71,7 +73,7 @@ class PushConsumer:
     async def start(self) -> None:
         """Return when the broker delivers; raises StreamRefused when it never will."""
         self.is_closed = False
-        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._first = first = asyncio.get_running_loop().create_future()
         self._stop_listening = [
             self._connection.on_connection(self._on_connection),
             self._connection.on_drop(self._on_drop),
@@ -79,7 +81,7 @@ class PushConsumer:
         self._task = asyncio.create_task(self._run(first))
         try:
             await first
-        except (asyncio.CancelledError, StreamRefused):
+        except (asyncio.CancelledError, BusUnavailable, StreamRefused):
             await self.close()
             raise
 
@@ -92,6 +94,8 @@ class PushConsumer:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(BusUnavailable("the bus is closed"))
         await self._leave()
 
     async def _run(self, first: asyncio.Future[None]) -> None:

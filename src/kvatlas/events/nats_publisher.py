@@ -14,6 +14,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import nats.errors
@@ -93,7 +94,7 @@ class NatsPublisher:
         #: whose inbox gets our answers, and to which new messages go at once; None: none yet
         self._client: Client | None = None
         self._reply = ""
-        self._look = 0
+        self._look, self._next_look_at = 0, 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
@@ -163,8 +164,9 @@ class NatsPublisher:
             raise StreamRefused(f"a message of {size} bytes, the broker takes {limit}")
 
     async def _next_progress(self) -> None:
-        self._progress.clear()
-        await self._progress.wait()
+        if not self.is_closed:
+            self._progress.clear()
+            await self._progress.wait()
         if self.is_closed:
             raise BusUnavailable("the bus is closed")
 
@@ -234,12 +236,11 @@ class NatsPublisher:
 
     async def _run(self) -> None:
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._ack_seconds / LOOKS):
                     await self._work.wait()
-            except TimeoutError:
-                self._look_for_lost_answers()
             self._work.clear()
+            self._look_for_lost_answers()
             client = self._connection.client
             if client is None:
                 continue
@@ -249,8 +250,10 @@ class NatsPublisher:
                 await self._retry(client)
 
     def _look_for_lost_answers(self) -> None:
-        if self._client is None or self._client.pending_data_size:
+        now = asyncio.get_running_loop().time()
+        if now < self._next_look_at or self._client is None or self._client.pending_data_size:
             return  # what is not even sent needs no second copy
+        self._next_look_at = now + self._ack_seconds / LOOKS
         self._look += 1
         for unacked in self._unacked.values():
             if unacked.look is not None and unacked.look <= self._look - LOOKS:

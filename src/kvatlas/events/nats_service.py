@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from kvatlas.events.bus import Handler
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS
+from kvatlas.schemas.errors import BusUnavailable
 
 #: a reply with this header is an error, told by its value
 ERROR_HEADER = "Kvatlas-Error"
@@ -30,12 +31,14 @@ class NatsService:
         #: requests being answered
         self._open: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
+        #: of `start`: done when requests arrive or never will
+        self._first: asyncio.Future[None] | None = None
         self.num_healed = 0
         self.is_closed = False
 
     async def start(self) -> None:
         """Return when requests arrive."""
-        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._first = first = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(first))
         try:
             await first
@@ -50,6 +53,8 @@ class NatsService:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._first is not None and not self._first.done():
+            self._first.set_exception(BusUnavailable("the bus is closed"))
 
     async def _run(self, first: asyncio.Future[None]) -> None:
         client: Client | None = None

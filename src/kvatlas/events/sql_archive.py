@@ -15,7 +15,9 @@ from typing import Any, Self
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.event import listens_for
 from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from kvatlas.events.archive import DecisionRecord, EventRecord, Hole
 from kvatlas.events.bus import Message
@@ -210,7 +212,7 @@ class SqlArchive:
             yield
         except DBAPIError as error:
             raise ArchiveUnavailable(f"{self._shown}: {error.orig}") from error
-        except sa.exc.TimeoutError as error:
+        except PoolTimeout as error:
             raise ArchiveUnavailable(f"{self._shown}: no connection is free") from error
 
 
@@ -232,7 +234,7 @@ def _engine(url: sa.URL) -> sa.Engine:
         return sa.create_engine(url, pool_pre_ping=True)
     engine = sa.create_engine(url, connect_args={"timeout": _BUSY_SECONDS})
 
-    @sa.event.listens_for(engine, "connect")
+    @listens_for(engine, "connect")
     def _prepare(connection: Any, _record: object) -> None:
         # WAL: readers and the writer do not wait for each other. NORMAL: a power cut may take the
         # last transactions, cursor included, which are then read again from the stream.

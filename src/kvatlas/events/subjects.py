@@ -11,6 +11,7 @@ A token keeps letters, digits, `-` and `_`; every other byte of the UTF-8 name b
 """
 
 import re
+from functools import lru_cache
 
 from kvatlas.schemas.errors import InvalidSubject
 from kvatlas.schemas.ids import InstanceId
@@ -19,6 +20,7 @@ _PLAIN = re.compile(rb"[A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 
 
+@lru_cache(maxsize=4096)
 def escape_token(name: str) -> str:
     """Return the name as one token of a subject or key."""
     if not name:

@@ -101,11 +101,6 @@ class Instance(Struct):
         return self.trust is Trust.gone
 
     @property
-    def counts_in_matches(self) -> bool:
-        """Whether its blocks are worth anything to a request."""
-        return Damage.quarantined not in self.damages
-
-    @property
     def trust_reasons(self) -> tuple[str, ...]:
         """Why it is not exact."""
         if self.is_gone:

@@ -37,6 +37,7 @@ that one calls into. numba is imported nowhere else.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -108,7 +109,9 @@ SWAP_8, SWAP_16 = np.uint64(0x00FF_00FF_00FF_00FF), np.uint64(0x0000_FFFF_0000_F
 SHIFT_8, SHIFT_16 = np.uint64(8), np.uint64(16)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: kernels that `warm` has to compile
 _declared: list[tuple[Any, str]] = []
+_warming = threading.Lock()
 
 # The types of the arrays in signatures: packed hashes come as read-only views of bytes.
 PACKED = "Array(uint64, 1, 'C', readonly=True)"
@@ -142,14 +145,15 @@ def compiled(signature: str = "") -> Callable[[Function], Function]:
 def warm() -> float:
     """Compile all kernels, or load them from the on-disk cache; return the seconds it took.
 
-    Later calls cost next to nothing. Kernels must not be called before.
+    Later calls cost next to nothing. Kernels must not be called before; any thread may warm them.
     """
     started = time.perf_counter()
-    while _declared and IS_COMPILED:
-        dispatcher, signature = _declared[-1]
-        dispatcher.compile(signature)
-        dispatcher.disable_compile()
-        _declared.pop()
+    with _warming:
+        while _declared and IS_COMPILED:
+            dispatcher, signature = _declared[-1]
+            dispatcher.compile(signature)
+            dispatcher.disable_compile()
+            _declared.pop()
     return time.perf_counter() - started
 
 

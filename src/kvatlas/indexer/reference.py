@@ -14,14 +14,15 @@ class ReferenceIndex:
     """A dict of block key to parent key per slot."""
 
     def __init__(self, *, max_instances: int = 1 << 16) -> None:
-        self._held: dict[int, dict[Tier, dict[int, int]]] = {}
+        #: a dict per tier
+        self._held: dict[int, list[dict[int, int]]] = {}
         self._max_instances = max_instances
 
     def add_instance(self) -> int:
         if len(self._held) >= self._max_instances:
             raise IndexFull(f"{len(self._held)} instances, the limit is {self._max_instances}")
         instance = next(number for number in count() if number not in self._held)
-        self._held[instance] = {tier: {} for tier in Tier}
+        self._held[instance] = [{} for _ in Tier]
         return instance
 
     def forget_instance(self, instance: int) -> None:
@@ -57,11 +58,12 @@ class ReferenceIndex:
 
     def match(self, chain: bytes) -> list[Match]:
         check_packed(chain)
+        keys = [index_key(block_hash) for block_hash in split_hashes(chain)]
         matches = []
         for instance, tiers in sorted(self._held.items()):
-            by_tier = [0] * len(Tier)
-            for key in map(index_key, split_hashes(chain)):
-                best = next((tier for tier in Tier if key in tiers[tier]), None)
+            by_tier = [0] * len(tiers)
+            for key in keys:
+                best = next((number for number, held in enumerate(tiers) if key in held), None)
                 if best is None:
                     break
                 by_tier[best] += 1
@@ -91,24 +93,24 @@ class ReferenceIndex:
         return len(self._parents())
 
     def memory_bytes(self) -> int:
-        return sum(sys.getsizeof(held) for tiers in self._held.values() for held in tiers.values())
+        return sum(sys.getsizeof(held) for tiers in self._held.values() for held in tiers)
 
     def tree(self, depth: int, width: int) -> list[TreeNode]:
         slots: dict[int, set[tuple[int, Tier]]] = {}
         for instance, tiers in self._held.items():
-            for tier, held in tiers.items():
-                for key in held:
+            for tier in Tier:
+                for key in tiers[tier]:
                     slots.setdefault(key, set()).add((instance, tier))
         return radix_view(PlainRuns(self._parents(), slots), depth, width)
 
     def _parents(self) -> dict[int, int]:
         parents: dict[int, int] = {}
         for tiers in self._held.values():
-            for held in tiers.values():
+            for held in tiers:
                 parents.update(held)
         return parents
 
-    def _tiers(self, instance: int) -> dict[Tier, dict[int, int]]:
+    def _tiers(self, instance: int) -> list[dict[int, int]]:
         if instance not in self._held:
             raise UnknownInstance(instance)
         return self._held[instance]

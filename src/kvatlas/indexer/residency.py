@@ -4,6 +4,9 @@ Called by IndexState alone, which has settled epoch and sequence before. An inst
 number is one that the index had no room for: its events pass without effect.
 """
 
+from itertools import repeat
+from operator import attrgetter
+
 import numpy as np
 
 from kvatlas.indexer.index import PrefixIndex, TreeNode
@@ -14,6 +17,7 @@ from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Inventory
 
 NOTHING = TierDigest()
+_name, _trust = attrgetter("id"), attrgetter("trust")
 
 
 class Residency:
@@ -23,6 +27,8 @@ class Residency:
         self._index = index
         #: number in the index -> its instance; each has this number
         self._by_number: dict[int, Instance] = {}
+        #: instances whose blocks count for nothing in a match, while they have a place
+        self.excluded: set[InstanceId] = set()
         self.num_inventories = 0
         #: sets of parts that were interrupted, out of date or too large
         self.num_dropped_inventories = 0
@@ -34,6 +40,7 @@ class Residency:
 
     def release(self, instance: Instance) -> None:
         """Forget all that the instance holds, at once."""
+        self.excluded.discard(instance.id)
         if instance.number is not None:
             self._index.forget_instance(instance.number)
             del self._by_number[instance.number]
@@ -104,13 +111,18 @@ class Residency:
         return {tier: digest for tier, digest in digests.items() if digest.count}
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
-        """Return the matches of a chain, but for quarantined instances."""
-        by_number = self._by_number
-        return [
-            InstanceMatch(instance.id, instance.trust, num_blocks, by_tier)
-            for number, num_blocks, by_tier in self._index.match(chain)
-            if (instance := by_number[number]).counts_in_matches
-        ]
+        """Return the matches of a chain, but for excluded instances."""
+        matches = self._index.match(chain)
+        if not matches:
+            return []
+        numbers, num_blocks, by_tier = zip(*matches, strict=True)
+        found = [self._by_number[number] for number in numbers]
+        fields = zip(map(_name, found), map(_trust, found), num_blocks, by_tier, strict=True)
+        # what InstanceMatch(...) does, without a Python call per match
+        named = list(map(tuple.__new__, repeat(InstanceMatch), fields))
+        if self.excluded:
+            return [match for match in named if match.instance not in self.excluded]
+        return named
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         """Return who holds a block, and where."""

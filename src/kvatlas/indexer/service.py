@@ -240,6 +240,10 @@ class IndexService:
             try:
                 self._last_in_stream = await self._bus.last_sequence(KV_EVENTS)
                 self._heard_at = time.monotonic()
+                if not self.is_ready and await self._bus.first_sequence(KV_EVENTS) > self._target:
+                    # all that we waited for has aged out of the log: the next message tells a hole
+                    self._target = 0
+                    self._check_ready()
             except (BusUnavailable, StreamRefused) as error:
                 _logger.debug("the end of the log is unknown: %s", error)
             self._lay_trust()

@@ -331,6 +331,7 @@ class IndexState:
                 self._order.begin(instance.id, record.epoch)
                 self._begin(instance, record.epoch)
             self._doubt(instance, Damage.quarantined, record.reason)
+            self._residency.excluded.add(instance.id)
         instance.controls.add((record.kind, record.reason))
         if instance.trust is not trust:
             self._report_trust(instance, effects)
@@ -465,11 +466,14 @@ class IndexState:
         ]
 
     def silent_since(self, broker_ns: int) -> frozenset[InstanceId]:
-        """Return the instances, not gone, whose newest message is older than a broker's time."""
+        """Return who holds something and whose newest message is older than a broker's time.
+
+        Whoever holds nothing has no digest to tell, so its silence says nothing.
+        """
         return frozenset(
             each.id
             for each in self._instances.values()
-            if not each.is_gone and each.last_event_ns < broker_ns
+            if each.last_event_ns < broker_ns and self._residency.digests(each)
         )
 
     def _view(self, instance: Instance) -> InstanceView:

@@ -33,7 +33,7 @@ from kvatlas.schemas.errors import KvatlasError
 class RouterApp(FastAPI):
     """A FastAPI application that answers the hot routes before FastAPI sees them."""
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, decides: bool) -> None:
         super().__init__(
             title="kvatlas router",
             version=__version__,
@@ -42,10 +42,11 @@ class RouterApp(FastAPI):
             redoc_url=None,
         )
         self.service = service
+        self._decides = decides
         self.metrics = RouterMetrics()
         self.metrics.registry.register(StateCollector(service))
         router = MeteredRouter(service, self.metrics)
-        self._hot = HotRoutes(router, service.settings, self.metrics.answered)
+        self._hot = HotRoutes(router, service.settings, self.metrics.answered, decides)
         self.include_router(control_routes(service, self.metrics.registry))
         self.add_exception_handler(KvatlasError, _our_error)
         self.add_exception_handler(HTTPException, _http_error)
@@ -55,7 +56,7 @@ class RouterApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, hot routes included."""
         if self.openapi_schema is None:
-            self.openapi_schema = complete(super().openapi())
+            self.openapi_schema = complete(super().openapi(), self._decides)
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,15 +80,18 @@ class RouterApp(FastAPI):
             await send(message)
 
         # Starlette answers an unexpected error through `_unexpected` and then raises it again.
-        with Boundary(scope["path"]):
+        with Boundary(f"{scope['method']} {scope['path'][:256]!r}"):
             await super().__call__(scope, receive, watch)
         route = scope.get("route")
         self.metrics.answered(getattr(route, "path", "(unmatched)"), status)
 
 
-def create_app(service: RouterService) -> RouterApp:
-    """Return the application over a router; whoever owns the router's index and log runs it."""
-    return RouterApp(service)
+def create_app(service: RouterService, *, decides: bool = True) -> RouterApp:
+    """Return the application over a router; whoever owns the router's index and log runs it.
+
+    One that does not decide answers /v1/score and the control API only.
+    """
+    return RouterApp(service, decides)
 
 
 def _answer(found: Problem, headers: dict[str, str] | None = None) -> Response:

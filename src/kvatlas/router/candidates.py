@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvatlas.indexer import prompt_kernel
 from kvatlas.indexer.reader import IndexReader, InstanceView
 from kvatlas.router.loads import Loads
 from kvatlas.router.overlay import Life, Overlay
@@ -17,7 +18,7 @@ from kvatlas.router.pricing import NOTHING_HELD
 from kvatlas.router.requests import ScoreRequest
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
 from kvatlas.schemas.fleet import NamespaceDescriptor, Role, WorkerInfo
-from kvatlas.schemas.hashing import BlockHasher
+from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Candidate, ChainGroup
 
@@ -98,7 +99,11 @@ class Candidates:
                     kv_class,
                     held[group].get(instance, NOTHING_HELD),
                     predicted.get((instance, view.epoch), 0),
-                    *load,
+                    load.in_flight,
+                    load.queued_ms,
+                    load.work_ms,
+                    load.compute_ms_per_token,
+                    load.pull_ms_per_token,
                 )
             )
         return Gathered(lineup, tuple(candidates), chains)
@@ -115,7 +120,13 @@ class Candidates:
         return lineup
 
     def _chain(self, key: GroupKey, request: ScoreRequest) -> bytes:
-        return self._hasher(key, request.cache_salt).chain(request.tokens, request.extras)
+        hasher = self._hasher(key, request.cache_salt)
+        is_plain = key.descriptor.algorithm is HashAlgorithm.xxh3_128 and not request.extras
+        if is_plain and prompt_kernel.IS_FAST:
+            return prompt_kernel.hash_chain(
+                hasher.root, request.tokens, key.descriptor.block_tokens
+            )
+        return hasher.chain(request.tokens, request.extras)
 
     def _hasher(self, key: GroupKey, cache_salt: str | None) -> BlockHasher:
         namespace = key.descriptor.namespace(key.model, key.lora, cache_salt)

@@ -19,6 +19,7 @@ from kvatlas.router.answers import (
     WorkersAnswer,
 )
 from kvatlas.router.hot import MAX_DECISION_ID
+from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.ids import InstanceId
@@ -198,14 +199,17 @@ def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
         hash_algorithm=info.descriptor.algorithm if info else "",
         role=info.role if info else "",
         last_event_age_ms=max((time.time_ns() - view.last_event_ns) / 1e6, 0.0),
-        load=load
-        and LoadAnswer(
-            load.in_flight,
-            load.queued_ms,
-            load.work_ms,
-            1000 / load.compute_ms_per_token,
-            1000 / load.pull_ms_per_token,
-        ),
+        load=None if load is None else _load(load),
+    )
+
+
+def _load(load: Load) -> LoadAnswer:
+    return LoadAnswer(
+        load.in_flight,
+        load.queued_ms,
+        load.work_ms,
+        1000 / load.compute_ms_per_token,
+        1000 / load.pull_ms_per_token,
     )
 
 

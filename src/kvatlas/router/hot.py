@@ -36,15 +36,20 @@ class ClientGone(ConnectionError):
 
 
 class HotRoutes:
-    """Answers the hot routes of one router."""
+    """Answers the hot routes of one router; one that does not decide only scores."""
 
-    def __init__(self, router: Router, settings: RouterSettings, on_answer: OnAnswer) -> None:
+    def __init__(
+        self, router: Router, settings: RouterSettings, on_answer: OnAnswer, decides: bool
+    ) -> None:
         self._router, self._settings, self._on_answer = router, settings, on_answer
+        self._decides = decides
 
     def template(self, path: str) -> str | None:
         """Return the template of a path that is answered here, None for any other."""
-        if path in (SCORE, ROUTE):
+        if path == SCORE or (path == ROUTE and self._decides):
             return path
+        if not self._decides:
+            return None
         if path.startswith(REPORTS):
             for end in (DONE, PREFILLED):
                 if path.endswith(end) and "/" not in _decision_id(path, end):

@@ -9,7 +9,6 @@ prediction end there and never add up. Pure: callers pass the time in seconds of
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -29,7 +28,7 @@ MIN_LEARNT_TOKENS = 32
 MAX_REQUESTS = 1_000_000
 
 
-class Load(NamedTuple):
+class Load(Struct, frozen=True, gc=False):
     """What a policy sees of an instance's load."""
 
     in_flight: int
@@ -43,13 +42,10 @@ class Rate:
     """Milliseconds per token, learnt from reports that are weighted by their tokens."""
 
     def __init__(self, ms_per_token: float) -> None:
+        #: the present estimate
+        self.ms_per_token = ms_per_token
         self._tokens = PRIOR_TOKENS
         self._ms = PRIOR_TOKENS * ms_per_token
-
-    @property
-    def ms_per_token(self) -> float:
-        """The present estimate."""
-        return self._ms / self._tokens
 
     def learn(self, tokens: int, ms: float) -> None:
         """Take a report in."""
@@ -57,6 +53,7 @@ class Rate:
         ms = min(max(ms, known / MAX_SURPRISE), known * MAX_SURPRISE)
         self._tokens += LEARNING_RATE * (tokens - self._tokens)
         self._ms += LEARNING_RATE * (ms - self._ms)
+        self.ms_per_token = self._ms / self._tokens
 
 
 class _Model:
@@ -102,8 +99,10 @@ class _Worker:
         if seconds <= 0.0:
             return
         self.as_of = now
-        self.drained_ms = min(self.given_ms, self.drained_ms + 1000 * seconds)
-        self.work_ms *= 0.5 ** (seconds / half_life_seconds)
+        if self.drained_ms < self.given_ms:
+            self.drained_ms = min(self.given_ms, self.drained_ms + 1000 * seconds)
+        if self.work_ms:
+            self.work_ms *= 0.5 ** (seconds / half_life_seconds)
 
 
 class _Request(Struct):

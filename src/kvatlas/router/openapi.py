@@ -13,7 +13,7 @@ from kvatlas.router.requests import PackedScoreBody, Report, ScoreBody
 _REFERENCE = "#/components/schemas/{name}"
 
 
-def complete(document: dict[str, Any]) -> dict[str, Any]:
+def complete(document: dict[str, Any], decides: bool) -> dict[str, Any]:
     """Return FastAPI's document with the hot routes, and problems where it has its own errors."""
     for path in document["paths"].values():
         for operation in path.values():
@@ -30,8 +30,11 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
     types = (*types, Report, ReportAnswer)
     _, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     document["components"] = {"schemas": schemas}
+    scoring = _scoring("Score the candidates of a prompt", ScoreAnswer)
+    document["paths"][SCORE] = {"post": scoring}
+    if not decides:
+        return document
     document["paths"] |= {
-        SCORE: {"post": _scoring("Score the candidates of a prompt", ScoreAnswer)},
         ROUTE: {"post": _scoring("Choose a worker for a prompt", RouteAnswer)},
         f"{REPORTS}{{decision_id}}{PREFILLED}": {"post": _reporting("A prefill has ended")},
         f"{REPORTS}{{decision_id}}{DONE}": {"post": _reporting("A request has ended")},

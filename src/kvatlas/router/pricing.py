@@ -14,6 +14,8 @@ The terms add up to the cost. Pure: all inputs are in the question and the setti
 from math import fsum
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.routing import Candidate, Question
 from kvatlas.schemas.settings import RouterSettings
@@ -23,7 +25,7 @@ OWNER_TRUST = frozenset([Trust.exact, Trust.catching_up])
 NOTHING_HELD = (0, 0, 0, 0, 0)
 
 
-class Price(NamedTuple):
+class Price(Struct, frozen=True, gc=False):
     """The cost of one candidate; `terms` in the order of TERMS."""
 
     cost_ms: float
@@ -80,34 +82,36 @@ def _price(
 ) -> Price:
     block_tokens, compute = c.block_tokens, c.compute_ms_per_token
     share = 1.0 if c.trust is Trust.exact else settings.degraded_match_share
-    least_tokens = max(settings.min_pull_tokens, 1)
+    least_tokens = settings.min_pull_tokens or 1
     owned_tokens = owned_blocks * block_tokens
-    reuse_blocks = sum(c.held) + c.predicted_blocks
+    held_blocks = sum(c.held)
+    reuse_blocks = held_blocks + c.predicted_blocks
     pull = settings.pull_weight * c.pull_ms_per_token if owned_blocks else 0.0
     tier_load = trust = predicted = 0.0
-    if reuse_blocks:
+    if held_blocks and (share < 1.0 or held_blocks != c.held[0]):
         cap = min(compute, pull) if owned_tokens >= least_tokens else compute
         tier_load, trust = _held_terms(c, compute, cap, share, tier_prices)
+    if c.predicted_blocks:
         doubt = 1.0 - share * settings.predicted_match_share
         predicted = doubt * compute * c.predicted_blocks * block_tokens
     rest = compute * max(prompt_tokens - reuse_blocks * block_tokens, 1)
-    pulled = 0.0
+    pulled = pull_ms = 0.0
     pull_end = 0
-    best_ms = tier_load + predicted + trust + rest
-    rest_after_pull = compute * max(prompt_tokens - owned_tokens, 1)
-    wanted = owned_tokens - reuse_blocks * block_tokens
-    if wanted >= least_tokens:
-        term = _pull_term(wanted, compute, pull, settings)
-        with_pull_ms = tier_load + predicted + trust + term + rest_after_pull
-        if with_pull_ms < best_ms:
-            best_ms, pulled, rest, pull_end = with_pull_ms, term, rest_after_pull, owned_blocks
-    if share < 1.0 and reuse_blocks and owned_tokens >= least_tokens:
-        # Or count on nothing that is there, and pull all of it.
-        term = _pull_term(owned_tokens, compute, pull, settings)
-        if term + rest_after_pull < best_ms:
-            tier_load = predicted = trust = 0.0
-            pulled, rest, reuse_blocks, pull_end = term, rest_after_pull, 0, owned_blocks
-    pull_ms = 0.0
+    if owned_tokens >= least_tokens:
+        best_ms = tier_load + predicted + trust + rest
+        rest_after_pull = compute * max(prompt_tokens - owned_tokens, 1)
+        wanted = owned_tokens - reuse_blocks * block_tokens
+        if wanted >= least_tokens:
+            term = _pull_term(wanted, compute, pull, settings)
+            with_pull_ms = tier_load + predicted + trust + term + rest_after_pull
+            if with_pull_ms < best_ms:
+                best_ms, pulled, rest, pull_end = with_pull_ms, term, rest_after_pull, owned_blocks
+        if share < 1.0 and reuse_blocks:
+            # Or count on nothing that is there, and pull all of it.
+            term = _pull_term(owned_tokens, compute, pull, settings)
+            if term + rest_after_pull < best_ms:
+                tier_load = predicted = trust = 0.0
+                pulled, rest, reuse_blocks, pull_end = term, rest_after_pull, 0, owned_blocks
     if pull_end:
         pulled_tokens = (pull_end - reuse_blocks) * block_tokens
         pull_ms = settings.pull_fixed_ms + c.pull_ms_per_token * pulled_tokens

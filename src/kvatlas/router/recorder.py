@@ -122,14 +122,19 @@ class StreamDecisionLog:
                 return
 
     async def _publish(self, decision: Decision) -> None:
+        subject, payload = decisions_subject(decision.model), encode_decision(decision)
         try:
-            await self._publisher.publish(
-                decisions_subject(decision.model), encode_decision(decision)
-            )
-        except (BusUnavailable, StreamRefused):
-            self._num_dropped += 1
-        else:
+            try:
+                await self._publisher.publish(subject, payload)
+            except StreamRefused:
+                # Told of an earlier decision or of this one: only a second try tells which.
+                self._num_dropped += 1
+                await self._publisher.publish(subject, payload)
             self.num_published += 1
+        except StreamRefused:
+            pass
+        except BusUnavailable:
+            self._num_dropped += 1
 
     async def _flush(self) -> None:
         try:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
+from kvatlas.indexer import prompt_kernel
 from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedContentType
 from kvatlas.schemas.hashing import Extra
 from kvatlas.schemas.settings import RouterSettings
@@ -88,6 +89,18 @@ class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_candidates: NumCandidates | None = None
 
 
+class _QuickScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """ScoreBody with its token list left as text, which need not become Python integers."""
+
+    model: Name
+    token_ids: Raw = Raw()
+    token_ids_b64: bytes | None = None
+    lora: Name | None = None
+    cache_salt: Salt | None = None
+    extras: Annotated[list[ExtraBody], Meta(max_length=MAX_EXTRAS)] = []
+    max_candidates: NumCandidates | None = None
+
+
 class Report(Struct, frozen=True, forbid_unknown_fields=True):
     """What became of a routed request, or of its prefill; what is left out is unknown.
 
@@ -106,6 +119,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True):
 
 _Body = TypeVar("_Body")
 _score_json = msgspec.json.Decoder(ScoreBody)
+_quick_score_json = msgspec.json.Decoder(_QuickScoreBody)
 _score_msgpack = msgspec.msgpack.Decoder(PackedScoreBody)
 _report_json = msgspec.json.Decoder(Report)
 _report_msgpack = msgspec.msgpack.Decoder(Report)
@@ -113,14 +127,18 @@ _report_msgpack = msgspec.msgpack.Decoder(Report)
 
 def decode_score_request(body: bytes, content_type: str, settings: RouterSettings) -> ScoreRequest:
     """Return the request in a body; raises InvalidRequest and its kinds."""
-    parsed: ScoreBody | PackedScoreBody
-    if _is_json(content_type):
-        parsed = _decode(_score_json, body)
-        packed, packed_field = parsed.token_ids_b64, "token_ids_b64"
-    else:
+    parsed: ScoreBody | PackedScoreBody | _QuickScoreBody
+    if not _is_json(content_type):
         parsed = _decode(_score_msgpack, body)
         packed, packed_field = parsed.tokens, "tokens"
-    tokens = _tokens(parsed.token_ids, packed, packed_field)
+        tokens = _tokens(parsed.token_ids, packed, packed_field)
+    elif prompt_kernel.IS_FAST and (quick := _read_quickly(body)):
+        parsed, tokens = quick
+        packed, packed_field = None, "token_ids_b64"
+    else:
+        parsed = _decode(_score_json, body)
+        packed, packed_field = parsed.token_ids_b64, "token_ids_b64"
+        tokens = _tokens(parsed.token_ids, packed, packed_field)
     num_tokens = len(tokens) // 4
     if num_tokens > settings.max_prompt_tokens:
         raise PromptTooLarge(
@@ -142,6 +160,18 @@ def decode_report(body: bytes, content_type: str) -> Report:
     if not body:
         return Report()
     return _decode(_report_json if _is_json(content_type) else _report_msgpack, body)
+
+
+def _read_quickly(body: bytes) -> tuple[_QuickScoreBody, bytes] | None:
+    """Return a body whose token list has nothing but token ids, and these; None for any other."""
+    try:
+        parsed = _quick_score_json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if parsed.token_ids_b64 is not None:
+        return None
+    tokens = prompt_kernel.read_token_list(memoryview(parsed.token_ids))
+    return None if tokens is None else (parsed, tokens)
 
 
 def _is_json(content_type: str) -> bool:

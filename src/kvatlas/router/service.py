@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvatlas.indexer import prompt_kernel
 from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.service import Lag
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
@@ -23,12 +24,12 @@ from kvatlas.router.loads import Load, Loads
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.plans import plan_for
 from kvatlas.router.policies import Choice, Policy, policy_named
-from kvatlas.router.pricing import TERMS, Price
+from kvatlas.router.pricing import NOTHING_HELD, TERMS
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
 from kvatlas.router.requests import Report, ScoreRequest
 from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import (
     DECISION_VERSION,
     Candidate,
@@ -41,6 +42,7 @@ from kvatlas.schemas.settings import RouterSettings
 
 #: candidates whose part of the question a decision keeps; beyond it only the cheapest
 MAX_RECORDED_CANDIDATES = 256
+TIER_NAMES = tuple(tier.name for tier in Tier)
 #: the settings that a policy's choice depends on
 POLICY_SETTINGS = (
     "load_window_ms",
@@ -111,7 +113,7 @@ class Router(Protocol):
 
 
 class RouterService:
-    """The router over an index that somebody else keeps up to date.
+    """The router over an index that somebody else keeps up to date; compiles its kernels at first.
 
     `score` and `route` raise UnknownModel, InvalidRequest and NoCandidate; a model that is unknown
     while the index is catching up is a NoCandidate, since it may be there.
@@ -130,6 +132,7 @@ class RouterService:
         wall_ns: Callable[[], int] = time.time_ns,
         new_id: Callable[[], str] | None = None,
     ) -> None:
+        prompt_kernel.warm()
         self.settings = settings or RouterSettings()
         self.index, self.feed = index, feed
         self.policy = policy or policy_named(self.settings.policy, self.settings)
@@ -318,30 +321,31 @@ def _cheapest(gathered: Gathered, choice: Choice, count: int) -> tuple[Candidate
 
 
 def _score(gathered: Gathered, choice: Choice, position: int) -> CandidateScore:
-    candidate = gathered.candidates[position]
-    price = choice.prices[position]
-    block_tokens = candidate.block_tokens
+    candidate, price = gathered.candidates[position], choice.prices[position]
+    block_tokens, held = candidate.block_tokens, candidate.held
+    _, tier_load, predicted, trust, _, compute, _ = price.terms
+    by_tier: dict[str, int] = {}
+    if held != NOTHING_HELD:
+        by_tier = {
+            name: num_blocks * block_tokens
+            for name, num_blocks in zip(TIER_NAMES, held, strict=True)
+            if num_blocks
+        }
     return CandidateScore(
         worker=candidate.worker,
         rank=candidate.rank,
         base_url=gathered.lineup.infos[position].base_url,
         trust=candidate.trust,
-        match_tokens=_match_tokens(candidate),
-        match_tokens_by_tier={
-            Tier(tier).name: candidate.held[tier] * block_tokens
-            for tier in range(NUM_TIERS)
-            if candidate.held[tier]
-        },
+        match_tokens=sum(held) * block_tokens,
+        match_tokens_by_tier=by_tier,
         cost_ms=price.cost_ms,
         terms=dict(zip(TERMS, price.terms, strict=True)),
         predicted_tokens=candidate.predicted_blocks * block_tokens,
-        expected_ttft_ms=_expected_ttft_ms(candidate, price),
+        # the terms that only steer are left out, and what they replace put in
+        expected_ttft_ms=(
+            candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute
+        ),
     )
-
-
-def _expected_ttft_ms(candidate: Candidate, price: Price) -> float:
-    _, tier_load, predicted, trust, _, compute, _ = price.terms
-    return candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute
 
 
 def _match_tokens(candidate: Candidate) -> int:

@@ -15,7 +15,7 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 class TierDigest(NamedTuple):
     """What one (instance, tier) holds: number of blocks and XOR of their mixed keys (u64)."""
 
-    count: int = 0
+    count: int = 0  # type: ignore[assignment]  # hides tuple.count, which a digest has no use for
     xor: int = 0
 
 

@@ -23,6 +23,8 @@ from kvatlas.schemas.errors import MalformedBatch, SidecarUnavailable
 from kvatlas.schemas.ids import InstanceId
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
+#: how much longer than its deadline a pull is waited for, in case the sidecar is stopped
+PULL_SLACK_SECONDS = 1.0
 
 
 class PullBlocks(Struct, frozen=True, array_like=True, tag="pull"):
@@ -190,7 +192,7 @@ class SidecarChannel:
         deadline_ms = max(int(deadline_seconds * 1000), 1)
         question = PullBlocks(next(self._ids), hashes, tuple(slots), tuple(owners), deadline_ms)
         # the sidecar keeps the deadline; we only have to outlive it
-        answer = await self._ask(question, deadline_seconds + 5.0)
+        answer = await self._ask(question, deadline_seconds + PULL_SLACK_SECONDS)
         assert isinstance(answer, PullEnded)
         return answer
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES, split_hashes
-from kvatlas.schemas.errors import InvalidBlock
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import NUM_TIERS, Tier
@@ -192,11 +191,7 @@ class Edge:
         if len(event.tokens) != 4 * self._descriptor.block_tokens * len(event.engine_hashes):
             self.counters.rejected_events += 1
             return False
-        try:
-            chain = hasher.chain(event.tokens, event.extras, parent, event.first_token)
-        except InvalidBlock:
-            self.counters.rejected_events += 1
-            return False
+        chain = hasher.chain(event.tokens, event.extras, parent, event.first_token)
         self._hold(event, root, parent, chain)
         return True
 

@@ -1,5 +1,6 @@
 """Starting a sidecar from within an engine; imports nothing of the bus."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +62,12 @@ class SidecarProcess:
 def start_sidecar(options: SidecarOptions, log_file: Path | None = None) -> SidecarProcess:
     """Start a sidecar with these options and return at once; `SidecarChannel.wait_ready` waits.
 
-    The options travel through its standard input, so that keys show in no list of processes. It
-    writes warnings to `log_file`, or where this process does, and has a session of its own: Ctrl-C
-    reaches it through its engine's end.
+    It ends with this process unless the options name another. The options travel through its
+    standard input, so that keys show in no list of processes. It writes warnings to `log_file`, or
+    where this process does, and has a session of its own: Ctrl-C reaches it through its engine.
     """
+    if options.parent_pid == 0:
+        options = msgspec.structs.replace(options, parent_pid=os.getpid())
     options.validate()
     command = [sys.executable, "-P", "-m", "kvatlas.worker_hooks.sidecar"]
     if log_file is None:
@@ -80,5 +83,9 @@ def start_sidecar(options: SidecarOptions, log_file: Path | None = None) -> Side
 
 def _start(command: list[str], log: int | None) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        start_new_session=True,
     )

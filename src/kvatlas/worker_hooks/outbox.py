@@ -41,9 +41,10 @@ class Outbox:
     """A bounded queue of numbered batches of one instance.
 
     A batch leaves at once after a quiet moment, and else when it is big enough or the last one left
-    `coalesce_seconds` ago; unstamped ones wait until the epoch is known. At more than `max_bytes` all that waits is dropped: one `Resync` takes its place, or, if
-    nothing of the epoch has left, the epoch begins anew. From then on nothing more enters
-    (`is_lost`) until the inventory that has to follow, for it says it all.
+    `coalesce_seconds` ago; unstamped ones wait until the epoch is known. At more than `max_bytes`
+    all that waits is dropped: one `Resync` takes its place, or, if nothing of the epoch has left,
+    the epoch begins anew. From then on nothing more enters (`is_lost`) until the inventory that has
+    to follow, for it says it all.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Outbox:
         coalesce_bytes: int = COALESCE_BYTES,
         coalesce_seconds: float = COALESCE_SECONDS,
     ) -> None:
-        self._instance, self._up = instance, up
+        self._instance, self.up = instance, up
         self._max_bytes = max_bytes
         self._coalesce_bytes, self._coalesce_seconds = coalesce_bytes, coalesce_seconds
         self.epoch: int | None = None
@@ -67,7 +68,7 @@ class Outbox:
     def _restart(self) -> None:
         self._sealed: deque[_Waiting] = deque()
         self._sealed_bytes = 0
-        self._open: list[KvEvent] = [self._up]
+        self._open: list[KvEvent] = [self.up]
         self._open_bytes = _FIXED_BYTES
         #: of the last sealed batch; the open one gets the next
         self._last_sealed_seq = 0
@@ -183,8 +184,7 @@ class Outbox:
             self._lost_from = seq
         self._sealed.clear()
         self._sealed_bytes = 0
-        up = [self._up] if self._lost_from == 1 else []
-        self._open = [*up, Resync(self._lost_from, last_dropped)]
+        self._open = [Resync(self._lost_from, last_dropped)]
         self._open_bytes = _FIXED_BYTES
         self.is_lost = True
 

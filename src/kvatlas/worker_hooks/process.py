@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
-#: how often a process is looked at where the system cannot tell of its end
+#: how often is looked where nobody tells
 LOOK_SECONDS = 0.5
 
 
 async def process_ended(pid: int) -> None:
     """Return when the process has ended, reaped or not; at once if there is none."""
     if not hasattr(os, "pidfd_open"):
-        await _no_longer_there(pid)
+        await until_not(lambda: _is_there(pid))
         return
     try:
         fd = os.pidfd_open(pid)
@@ -28,11 +28,17 @@ async def process_ended(pid: int) -> None:
         os.close(fd)
 
 
-async def _no_longer_there(pid: int) -> None:
+async def until_not(condition: Callable[[], bool]) -> None:
+    """Return when the condition is no longer true."""
+    while condition():  # noqa: ASYNC110 - another process decides
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _is_there(pid: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
-        while True:
-            os.kill(pid, 0)
-            await asyncio.sleep(LOOK_SECONDS)
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -46,3 +52,12 @@ async def signals_call(stop: Callable[[str], None]) -> AsyncGenerator[None, None
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """Yield the errors of a group, however deep they are."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error

@@ -358,9 +358,9 @@ class PullState:
 
     def _request_leases(self) -> None:
         for _, number in list(self._order):
-            pull = self._pulls.get(number)
-            if pull is None:
-                continue
+            if len(self._batches) >= self._settings.max_batches:
+                return
+            pull = self._pulls[number]
             for position, owner in enumerate(pull.owners):
                 if self._is_resting(owner):
                     waiting, pull.queues[position] = pull.queues[position], []

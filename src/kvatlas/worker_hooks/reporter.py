@@ -46,9 +46,12 @@ class Reporter:
         return wants_listing
 
     def put_inventory(self) -> None:
-        """Put the inventory, and digests to check it by, behind all that has happened."""
+        """Put the inventory, and digests to check it by, behind all that has happened.
+
+        Who speaks is said again with it: a reader may begin after WorkerUp has left the stream.
+        """
         as_of_seq = self._outbox.seal()
-        self._outbox.add_inventory(self._edge.inventory(as_of_seq))
+        self._outbox.add_inventory([self._outbox.up, *self._edge.inventory(as_of_seq)])
         self.put_digests()
         self._inventory_seq = as_of_seq + 1
 

@@ -1,8 +1,8 @@
 """A bounded byte ring in a shared file: the engine appends, the sidecar takes.
 
-    file    0  magic   capacity   writer pid   writer lists          written once
+    file    0  magic   capacity   writer lists                      written once
            64  head    dropped                                       written by the writer
-          128  tail    told      listings wanted                     written by the reader
+          128  tail    told      listings wanted   asleep            written by the reader
          4096  capacity bytes of records, a power of two
 
     record  length u32 | check u32 | payload, padded to 8 bytes; never wraps
@@ -19,6 +19,10 @@ store of `tail` depends on that comparison, so the writer never overwrites what 
 The writer never waits. A record without room is dropped and counted; the next one with room is
 preceded by one loss marker. If no next one comes, the reader finds the loss in `dropped`. A reader
 that is restarted goes on at `tail`.
+
+A reader that finds nothing may sleep until the writer writes to its pipe (`PATH.wake`). The writer
+does so only while `asleep` is set. On both architectures its look at `asleep` may come before its
+store of `head` is visible: then nobody wakes the reader, which therefore sleeps for a bounded time.
 """
 
 import contextlib
@@ -36,9 +40,9 @@ from kvatlas.schemas.errors import RingUnusable
 DEFAULT_CAPACITY_BYTES = 16 * 1024 * 1024
 _MAGIC = int.from_bytes(b"kvring01", "little")
 _DATA = 4096
-_PID, _LISTS = 2, 3
+_LISTS = 2
 _HEAD, _DROPPED = 8, 9
-_TAIL, _TOLD, _WANTED = 16, 17, 18
+_TAIL, _TOLD, _WANTED, _ASLEEP = 16, 17, 18, 19
 _LOSS_BIT = 1 << 31
 _WRAP = 2**32 - 1
 _U32 = 2**32 - 1
@@ -52,6 +56,18 @@ class Lost(NamedTuple):
     """So many records were dropped at this place."""
 
     num_records: int
+
+
+def wake_path(path: Path) -> Path:
+    """Return where the pipe of a ring's reader lies."""
+    return path.with_name(path.name + ".wake")
+
+
+def _make_pipe(path: Path) -> int:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    # for writing as well, so that it stays open whoever comes and goes
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 def _check(payload: bytes, position: int) -> int:
@@ -115,7 +131,7 @@ class RingWriter(_Ring):
                 os.posix_fallocate(file.fileno(), 0, _DATA + capacity_bytes)
             else:
                 file.truncate(_DATA + capacity_bytes)
-            file.write(struct.pack("=4Q", _MAGIC, capacity_bytes, os.getpid(), lists))
+            file.write(struct.pack("=3Q", _MAGIC, capacity_bytes, lists))
         fresh.rename(path)
         return cls(path)
 
@@ -127,6 +143,12 @@ class RingWriter(_Ring):
         #: value of _dropped in the last loss marker; they differ while a loss has no marker
         self._marked = self._dropped
         self.max_record_bytes = self.capacity // 4
+        #: writing end of the reader's pipe; -1 while it is not open
+        self._pipe = -1
+
+    def close(self) -> None:
+        self._close_pipe()
+        super().close()
 
     @property
     def num_dropped(self) -> int:
@@ -162,7 +184,22 @@ class RingWriter(_Ring):
             self._marked = self._dropped
         self._head = self._put(head, record, 0)
         self._words[_HEAD] = self._head
+        if self._words[_ASLEEP]:
+            self._wake()
         return True
+
+    def _wake(self) -> None:
+        try:
+            if self._pipe < 0:
+                self._pipe = os.open(wake_path(self.path), os.O_WRONLY | os.O_NONBLOCK)
+            os.write(self._pipe, b"1")
+        except OSError:  # full, so it wakes anyway; or without a reader, which then only sleeps
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
 
     def _put(self, head: int, payload: bytes, flag: int) -> int:
         at = _DATA + (head & self._mask)
@@ -184,11 +221,31 @@ class RingReader(_Ring):
         super().__init__(path, _READER_LOCK)
         self._tail = self._words[_TAIL]
         self._num_looks = 0
+        self._words[_ASLEEP] = 0
+        self._pipe = -1
+        try:
+            self._pipe = _make_pipe(wake_path(path))
+        except OSError as error:
+            self.close()
+            raise RingUnusable(path, f"no pipe beside it: {error}") from error
 
-    @property
-    def writer_pid(self) -> int:
-        """The process that created the ring."""
-        return self._words[_PID]
+    def close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        super().close()
+
+    def has_writer(self) -> bool:
+        """Return whether the writing process lives, in whatever namespace it does.
+
+        Always False where both ends are in one process.
+        """
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _WRITER_LOCK)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _WRITER_LOCK)
+        return False
 
     @property
     def writer_lists(self) -> bool:
@@ -198,6 +255,24 @@ class RingReader(_Ring):
     def want_listing(self) -> None:
         """Ask the writer to append all that it holds."""
         self._words[_WANTED] += 1
+
+    @property
+    def pipe(self) -> int:
+        """A descriptor that becomes readable when the writer wakes the reader."""
+        return self._pipe
+
+    def fall_asleep(self) -> bool:
+        """Have the writer wake us from now on; False, and stay awake, if something waits."""
+        self._words[_ASLEEP] = 1
+        if self.waiting_bytes:
+            self._words[_ASLEEP] = 0
+        return self._words[_ASLEEP] == 1
+
+    def wake_up(self) -> None:
+        """Let the writer write in peace again."""
+        self._words[_ASLEEP] = 0
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe, 4096)
 
     def read(self, max_bytes: int = 1024 * 1024) -> list[bytes | Lost]:
         """Take the records that wait, oldest first, until about `max_bytes`; never waits."""

@@ -1,374 +1,26 @@
-"""The process beside an engine: it speaks for the instance on the bus and moves its blocks.
+"""The process beside an engine: `python -m kvatlas.worker_hooks.sidecar`, options on its input.
 
-    ring -> Edge -> Outbox -> Publisher        what the engine does becomes the instance's events
-    bus  -> inventory, lease requests          what readers and peers ask
-    engine -> ChannelServer -> BlockExchange   what the engine asks
-
-Started by `start_sidecar` or by an operator; ends with its engine. Everything but the bus works
-while the broker is away, and what happened meanwhile is published when it is back.
+Started by `launch.start_sidecar` within the engine, or by an operator; ends with its engine. What
+it does meanwhile is in `sidecar_service`.
 """
 
 import asyncio
-import contextlib
 import logging
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from kvatlas.events.bus import Bus, Message, Publisher
-from kvatlas.events.codec import decode_control, encode
-from kvatlas.events.epochs import allocate_epoch
-from kvatlas.events.leases import LeaseKeeper
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.streams import EPOCHS_BUCKET, KV_EVENTS, LEASES_BUCKET
-from kvatlas.events.subjects import (
-    control_subject,
-    events_subject,
-    inventory_subject,
-    lease_subject,
-)
-from kvatlas.schemas.errors import (
-    BusUnavailable,
-    Fenced,
-    KvatlasError,
-    MalformedBatch,
-    StreamRefused,
-)
-from kvatlas.schemas.kv_events import WorkerDown, WorkerUp
-from kvatlas.schemas.transfer import MissingReason
-from kvatlas.worker_hooks.channel import (
-    Answer,
-    AskStatus,
-    ChannelServer,
-    Flush,
-    Flushed,
-    PullBlocks,
-    Question,
-    Status,
-)
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.exchange import BlockExchange, make_pool, missing_all
-from kvatlas.worker_hooks.outbox import Outbox
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.process import process_ended, signals_call
-from kvatlas.worker_hooks.reporter import Reporter
+from kvatlas.schemas.errors import KvatlasError
+from kvatlas.worker_hooks.exchange import make_pool
+from kvatlas.worker_hooks.process import leaves, process_ended, signals_call, until_not
 from kvatlas.worker_hooks.ring import RingReader
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
-from kvatlas.worker_hooks.transfer.memory import MemoryFabric
+from kvatlas.worker_hooks.sidecar_service import FENCED, Sidecar
 
-#: how often the ring is looked at, while events come and after a quiet moment
-BUSY_POLL_SECONDS, IDLE_POLL_SECONDS = 0.001, 0.005
-QUIET_AFTER_SECONDS = 0.25
-#: bytes of the ring handled before other tasks run: a few milliseconds
-SLICE_BYTES = 128 * 1024
-RETRY_SECONDS = 0.2
-#: an expired instance does not come back faster than this
-MIN_EPOCH_SECONDS = 1.0
-
-FENCED = "fenced"
-#: exit status of a sidecar that a newer epoch has replaced
+#: exit status after a newer epoch has replaced this one; starting it again would fight with it
 FENCED_STATUS = 3
-
-_logger = logging.getLogger(__name__)
-
-
-class Sidecar:
-    """One instance's sidecar. `run` returns why it ended."""
-
-    def __init__(
-        self,
-        options: SidecarOptions,
-        ring: RingReader,
-        bus: Bus,
-        pool: ServePool | None = None,
-        fabric: MemoryFabric | None = None,
-    ) -> None:
-        self._options, self._ring, self._bus = options, ring, bus
-        self._pool, self._fabric = pool, fabric
-        self._instance = options.instance
-        self._subject = events_subject(options.model, options.instance)
-        edge = Edge(
-            options.model,
-            options.descriptor,
-            options.groups,
-            options.fleet_key,
-            include_tokens=options.include_tokens,
-        )
-        up = WorkerUp(options.worker_info())
-        self._outbox = Outbox(options.instance, up, options.max_outbox_bytes)
-        self._reporter = Reporter(edge, self._outbox)
-        self._publisher: Publisher | None = None
-        self._exchange: BlockExchange | None = None
-        #: of the last batch that the publisher has accepted in this epoch
-        self._accepted_seq = 0
-        #: pulsed whenever a batch has been accepted; set whenever there is something to publish
-        self._progress, self._work = asyncio.Event(), asyncio.Event()
-        self._is_epoch_over = asyncio.Event()
-        self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._counters = dict.fromkeys(["refused_batches", "published_batches", "epochs"], 0)
-
-    def stop(self, reason: str) -> None:
-        """Let `run` flush and return; only the first reason counts."""
-        if not self._stopping.done():
-            self._stopping.set_result(reason)
-
-    async def run(self) -> str:
-        """Serve until stopped or fenced; then publish what is left and WorkerDown."""
-        self._ring.want_listing()
-        path = Path(self._options.socket_path)
-        async with asyncio.TaskGroup() as tasks, ChannelServer(path, self._answer):
-            draining = tasks.create_task(self._drain_loop())
-            digesting = tasks.create_task(self._digest_loop())
-            connection = tasks.create_task(self._connect())
-            reason = await self._stopping
-            draining.cancel()
-            digesting.cancel()
-            if reason != FENCED:
-                await self._say_goodbye(reason)
-            connection.cancel()
-        return reason
-
-    # --- from the ring to the outbox -------------------------------------------------------
-
-    async def _drain_loop(self) -> None:
-        last_busy = 0.0
-        while True:
-            now = time.monotonic()
-            if self._drain_slice():
-                last_busy = now
-                # more may wait already; let the others run in between
-                await asyncio.sleep(0 if self._ring.waiting_bytes else BUSY_POLL_SECONDS)
-            else:
-                is_quiet = now - last_busy > QUIET_AFTER_SECONDS
-                await asyncio.sleep(IDLE_POLL_SECONDS if is_quiet else BUSY_POLL_SECONDS)
-
-    def _drain_slice(self) -> bool:
-        """Report what waits in the ring, up to a slice; return whether there was anything."""
-        records = self._ring.read(SLICE_BYTES)
-        if not records:
-            return False
-        if self._reporter.report(records, self._ring.writer_lists):
-            self._ring.want_listing()
-        self._work.set()
-        return True
-
-    async def _digest_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._options.digest_seconds)
-            if self._bus.connected and self._outbox.epoch is not None:
-                self._reporter.put_digests()
-                self._work.set()
-
-    def _disown(self, hashes: bytes) -> None:
-        """A peer asked for blocks that are not there: tell the index, if it believes in them."""
-        self._reporter.disown(hashes)
-        self._work.set()
-
-    # --- the bus ---------------------------------------------------------------------------
-
-    async def _connect(self) -> None:
-        """Join the bus, however long the broker takes, and serve on it."""
-        async with self._bus, asyncio.TaskGroup() as tasks:
-            self._publisher = self._bus.publisher(KV_EVENTS)
-            tasks.create_task(self._publish_loop())
-            tasks.create_task(self._live())
-            tasks.create_task(self._watch_control())
-            await self._bus.serve(inventory_subject(self._instance), self._answer_inventory)
-            if self._pool is not None:
-                tasks.create_task(self._exchange_blocks(self._pool))
-
-    async def _live(self) -> None:
-        """Hold one epoch after the other; a new one begins when the last was declared dead."""
-        while True:
-            began = time.monotonic()
-            epoch = await self._new_epoch()
-            keys = self._bus.keys(LEASES_BUCKET)
-            ttl_seconds = self._options.lease_ttl_seconds
-            try:
-                async with LeaseKeeper(
-                    keys, self._instance, epoch, self._on_fenced, ttl_seconds=ttl_seconds
-                ):
-                    self._begin_epoch(epoch)
-                    await self._is_epoch_over.wait()
-            except Fenced as fenced:
-                self._on_fenced(fenced)
-                return
-            await asyncio.sleep(max(began + MIN_EPOCH_SECONDS - time.monotonic(), 0))
-
-    async def _new_epoch(self) -> int:
-        while True:
-            try:
-                now_ms = time.time_ns() // 1_000_000
-                return await allocate_epoch(self._bus.keys(EPOCHS_BUCKET), self._instance, now_ms)
-            except (BusUnavailable, StreamRefused) as error:
-                _logger.warning("no epoch for %s yet: %s", self._instance, error)
-                await asyncio.sleep(RETRY_SECONDS)
-
-    def _begin_epoch(self, epoch: int) -> None:
-        self._is_epoch_over.clear()
-        self._reporter.begin_epoch(epoch)
-        self._accepted_seq = 0
-        self._counters["epochs"] += 1
-        self._pulse()
-        if self._exchange is not None:
-            self._exchange.begin_epoch(epoch)
-        self._work.set()
-
-    def _on_fenced(self, fenced: Fenced) -> None:
-        _logger.error("%s; this one stops", fenced)
-        self.stop(FENCED)
-
-    async def _watch_control(self) -> None:
-        """Notice that others have declared our epoch dead: what it still says counts no more."""
-
-        def on_message(message: Message) -> None:
-            try:
-                record = decode_control(message.payload)
-            except MalformedBatch:
-                return
-            if record.instance != self._instance or record.epoch != self._outbox.epoch:
-                return
-            if record.kind == "expired":
-                _logger.warning("epoch %s was declared dead: %s", record.epoch, record.reason)
-                self._is_epoch_over.set()
-            else:
-                _logger.error("this instance is %s: %s", record.kind, record.reason)
-
-        while True:
-            try:
-                first = await self._bus.last_sequence(KV_EVENTS) + 1
-                subject = control_subject(self._instance)
-                await self._bus.follow(KV_EVENTS, first, on_message, subjects=subject)
-                return
-            except (BusUnavailable, StreamRefused) as error:
-                _logger.warning("cannot follow %s yet: %s", KV_EVENTS, error)
-                await asyncio.sleep(RETRY_SECONDS)
-
-    async def _publish_loop(self) -> None:
-        assert self._publisher is not None
-        while True:
-            now = time.monotonic()
-            batch = self._outbox.take(now, time.time_ns())
-            if batch is not None:
-                try:
-                    await self._publisher.publish(self._subject, encode(batch))
-                except StreamRefused as error:
-                    await self._on_refused(batch.seq, error)
-                if batch.epoch == self._outbox.epoch:
-                    self._accepted_seq = batch.seq
-                self._counters["published_batches"] += 1
-                self._pulse()
-            elif self._outbox.is_lost and self._outbox.is_empty and not self._stopping.done():
-                self._reporter.put_inventory()
-            else:
-                await self._wait_for_work(self._outbox.seconds_until_due(now))
-
-    async def _wait_for_work(self, seconds: float | None) -> None:
-        if seconds is None:
-            self._work.clear()
-            await self._work.wait()
-        else:
-            await asyncio.sleep(seconds)
-
-    async def _on_refused(self, seq: int, error: StreamRefused) -> None:
-        """A batch is gone for good, a gap that readers see; the inventory after it heals."""
-        self._counters["refused_batches"] += 1
-        _logger.error("the broker refuses events of %s: %s", self._instance, error)
-        self._outbox.lose(seq)
-        await asyncio.sleep(RETRY_SECONDS)
-
-    async def _answer_inventory(self, _payload: bytes) -> bytes:
-        """Publish the inventory, unless one still waits; answer [sequence of its first part]."""
-        first_seq = self._reporter.promise_inventory()
-        self._work.set()
-        return msgspec.msgpack.encode([first_seq])
-
-    # --- blocks ----------------------------------------------------------------------------
-
-    async def _exchange_blocks(self, pool: ServePool) -> None:
-        await self._until(lambda: self._outbox.epoch is not None)
-        epoch = self._outbox.epoch
-        assert epoch is not None
-        async with BlockExchange(
-            self._options, pool, epoch, self._bus.request, self._disown, self._fabric
-        ) as exchange:
-            if self._outbox.epoch is not None:
-                exchange.begin_epoch(self._outbox.epoch)
-            await self._bus.serve(lease_subject(self._instance), exchange.answer_lease)
-            self._exchange = exchange
-            await asyncio.get_running_loop().create_future()
-
-    # --- the engine's questions ------------------------------------------------------------
-
-    async def _answer(self, question: Question) -> Answer:
-        match question:
-            case PullBlocks():
-                if self._exchange is None:
-                    return missing_all(question, MissingReason.no_transport)
-                return await self._exchange.pull(question)
-            case Flush(id):
-                await self._flush()
-                return Flushed(id, self._outbox.epoch or 0, self._outbox.last_seq)
-            case AskStatus(id):
-                return self._status(id)
-
-    async def _flush(self) -> None:
-        """Return when the bus has stored all that the ring has now."""
-        while self._drain_slice():  # noqa: ASYNC110 - others get a turn between slices
-            await asyncio.sleep(0)
-        await self._until(lambda: self._outbox.epoch is not None)
-        epoch: int | None = None
-        while epoch != self._outbox.epoch or self._outbox.is_lost:
-            epoch = self._outbox.epoch
-            await self._until_accepted()
-        await self._until_stored()
-
-    async def _until_accepted(self) -> None:
-        """Return when the publisher has all that is in the outbox now, or the epoch is over."""
-        epoch, last_seq = self._outbox.epoch, self._outbox.seal()
-        self._work.set()
-        await self._until(lambda: self._accepted_seq >= last_seq or self._outbox.epoch != epoch)
-
-    async def _until_stored(self) -> None:
-        assert self._publisher is not None
-        with contextlib.suppress(StreamRefused):  # what it lost is repaired where it publishes
-            await self._publisher.flush()
-
-    def _pulse(self) -> None:
-        """Wake whoever waits for progress."""
-        self._progress.set()
-        self._progress.clear()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self._progress.wait()
-
-    def _status(self, question_id: int) -> Status:
-        return Status(
-            question_id,
-            self._outbox.epoch or 0,
-            self._outbox.last_seq,
-            self._bus.connected,
-            self._reporter.num_blocks,
-            self._outbox.waiting_bytes,
-            self._exchange.transport if self._exchange is not None else "",
-            self._counters | self._reporter.counters(),
-        )
-
-    async def _say_goodbye(self, reason: str) -> None:
-        """Publish what is left; gives up after `stop_seconds` when the broker is away."""
-        while self._drain_slice():
-            pass
-        if self._outbox.epoch is None:
-            return  # nobody has ever heard of this instance
-        self._outbox.add([WorkerDown(reason)])
-        with contextlib.suppress(TimeoutError, BusUnavailable):
-            async with asyncio.timeout(self._options.stop_seconds):
-                await self._until_accepted()
-                await self._until_stored()
 
 
 async def run_sidecar(options: SidecarOptions) -> str:
@@ -394,7 +46,10 @@ async def run_sidecar(options: SidecarOptions) -> str:
 
 
 async def _stop_with_engine(sidecar: Sidecar, options: SidecarOptions, ring: RingReader) -> None:
-    await process_ended(options.parent_pid or ring.writer_pid)
+    if options.parent_pid:
+        await process_ended(options.parent_pid)
+    else:
+        await until_not(ring.has_writer)
     sidecar.stop("engine ended")
 
 
@@ -418,7 +73,7 @@ def main() -> int:
     try:
         status = FENCED_STATUS if asyncio.run(run_sidecar(options)) == FENCED else 0
     except* KvatlasError as errors:
-        for error in errors.exceptions:
+        for error in leaves(errors):
             print(f"sidecar {options.instance}: {error}", file=sys.stderr)
     return status
 

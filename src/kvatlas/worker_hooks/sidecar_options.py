@@ -1,5 +1,6 @@
 """What a sidecar is told when it starts."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,9 @@ from kvatlas.events.subjects import lease_subject
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import NamespaceDescriptor, Role, TierCapacity, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
+
+#: of the operating system
+MAX_SOCKET_PATH_BYTES = 103
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -58,11 +62,13 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lease_ttl_seconds: Seconds = 5.0
     #: how often digests are published; seldom shows divergence late
     digest_seconds: Seconds = 2.0
+    #: how often the inventory is published unasked; has to be less than the stream's retention
+    inventory_seconds: Seconds = 3600.0
     #: events waiting for the broker; more become one resync
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
     #: how long a stopping sidecar waits for the broker
     stop_seconds: Seconds = 5.0
-    #: the sidecar ends with this process; 0 takes the one that made the ring
+    #: the sidecar ends with this process; 0 takes the one that writes to the ring
     parent_pid: Annotated[int, Meta(ge=0)] = 0
 
     def validate(self) -> None:
@@ -73,6 +79,10 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.num_slots and not (self.pool_path and self.block_bytes):
             problem = f"{self.num_slots} slots need pool_path and block_bytes"
             raise InvalidSetting("num_slots", "sidecar", problem)
+
+        if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
+            problem = f"a path of {len(self.socket_path)}, the limit is {MAX_SOCKET_PATH_BYTES}"
+            raise InvalidSetting("socket_path", "sidecar", problem)
 
     @property
     def instance(self) -> InstanceId:

@@ -38,6 +38,9 @@ class StillFeed:
         self.connected, self.is_ready = connected, is_ready
         self.lag = Lag(0, 0.0)
 
+    def convergence_ms(self) -> dict[str, float]:
+        return {}
+
 
 class TurnedClock:
     """Seconds that pass when a test says so."""

@@ -6,10 +6,18 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvatlas.events.codec import encode
+from kvatlas.indexer.instances import Damage
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import AllBlocksCleared, EventBatch, KvEvent, Resync, WorkerDown
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    EventBatch,
+    Inventory,
+    KvEvent,
+    Resync,
+    WorkerDown,
+)
 from testkit.builders import (
     a_batch,
     a_control,
@@ -115,7 +123,7 @@ def _a_batch(who: InstanceId, epoch: int, seq: int, events: tuple[KvEvent, ...])
     batch = a_batch(worker=who.worker, rank=who.rank, epoch=epoch, seq=seq)
     put_right = tuple(
         msgspec.structs.replace(event, as_of_seq=seq + event.as_of_seq)
-        if hasattr(event, "as_of_seq")
+        if isinstance(event, Inventory)
         else event
         for event in events
     )
@@ -137,4 +145,6 @@ def validate(state: IndexState) -> None:
         position = state._order.position(name)
         assert position.epoch == instance.epoch
         assert instance.is_gone or position.seq == instance.seq
+        is_excluded = name in state._residency.excluded
+        assert is_excluded == (Damage.quarantined in instance.damages)
     assert numbers == state._residency._by_number

@@ -3,11 +3,11 @@
 from kvatlas.indexer import FlatRadixIndex
 
 
-def tiny_index(max_instances: int = 1 << 16, max_bytes: int = 1 << 23) -> FlatRadixIndex:
+def tiny_index(max_instances: int = 1 << 16) -> FlatRadixIndex:
     """Return an index that has to grow and to sweep everything from the first blocks on."""
     return FlatRadixIndex(
         max_instances=max_instances,
-        max_bytes=max_bytes,
+        max_bytes=1 << 23,
         segment_cells=4,
         first_segments=2,
         set_rows=2,

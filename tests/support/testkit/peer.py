@@ -41,15 +41,22 @@ class PeerProcess:
         return msgspec.msgpack.decode(answer) if answer else None
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        """Stop the process that answers lease requests."""
+        stop(self.process.pid)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
+    async def source_pid(self) -> int:
+        """Return the process from which peers read."""
+        pid = await self.control("source_pid")
+        assert isinstance(pid, int)
+        return pid
+
     async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        """Lose both processes at once."""
+        os.kill(await self.source_pid(), signal.SIGKILL)
+        self.process.kill()
         await self.process.wait()
 
     async def listen(self) -> None:
@@ -79,6 +86,13 @@ class PeerProcess:
                 return await asked
         except TimeoutError as error:
             raise RequestTimedOut("the peer is silent") from error
+
+
+def stop(pid: int) -> None:
+    """Freeze a process, and return when it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        os.sched_yield()
 
 
 @contextlib.asynccontextmanager
@@ -126,9 +140,12 @@ async def a_peer(
         reader, writer = await asyncio.open_unix_connection(path)
         peer = PeerProcess(process, reader, writer)
         listening = asyncio.create_task(peer.listen())
-        yield peer
-        writer.close()
-        await listening
+        try:
+            yield peer
+        finally:
+            listening.cancel()
+            writer.close()
+            await asyncio.gather(listening, writer.wait_closed(), return_exceptions=True)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)

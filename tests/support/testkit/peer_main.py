@@ -63,8 +63,12 @@ class Peer:
         match msgspec.msgpack.decode(body):
             case ["corrupt", slot]:
                 self.pool.block(slot)[7] ^= 0xFF
-            case ["evict", slots]:
-                return msgspec.msgpack.encode(self.pool.try_evict(slots))
+            case ["replace", slot, number]:
+                evicted = self.pool.try_evict([slot])
+                if evicted:
+                    block = a_block(number, self.pool.block_bytes)
+                    self.pool.commit(slot, a_hash(number), block)
+                return msgspec.msgpack.encode(bool(evicted))
             case ["source_pid"]:
                 return msgspec.msgpack.encode(self.source.pid)
             case ["leases"]:

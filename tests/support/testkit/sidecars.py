@@ -18,8 +18,8 @@ from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.reference.clock import ScaledClock
 from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
 from kvatlas.worker_hooks.ring import RingReader, RingWriter
-from kvatlas.worker_hooks.sidecar import Sidecar
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar_service import Sidecar
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
 from testkit.fold import Fold
 
@@ -71,7 +71,10 @@ async def beside(
     made.running = asyncio.create_task(made.sidecar.run())
     try:
         async with made.channel:
-            await made.channel.wait_ready()
+            ready = asyncio.create_task(made.channel.wait_ready())
+            await asyncio.wait((ready, made.running), return_when=asyncio.FIRST_COMPLETED)
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
             yield made
     finally:
         made.sidecar.stop("test over")

@@ -20,8 +20,9 @@ class PredictedTtft:
 
     def choose(self, question: Question) -> Choice:
         prices = price_all(question, self._settings)
-        least_ms = min(price.cost_ms for price in prices)
-        cheapest = [at for at, price in enumerate(prices) if price.cost_ms == least_ms]
+        costs = [price.cost_ms for price in prices]
+        least_ms = min(costs)
+        cheapest = [at for at, cost_ms in enumerate(costs) if cost_ms == least_ms]
         if len(cheapest) == 1:
             return Choice(cheapest[0], prices, "the lowest predicted cost")
         chosen = lightest(question, cheapest)

@@ -27,7 +27,7 @@ from kvatlas.worker_hooks.reference.requests import Completion, FirstPrefill, Re
 from kvatlas.worker_hooks.reference.store import BlockStore, SlotMemory
 
 #: how often an idle engine looks whether its sidecar wants a listing
-PUMP_SECONDS = 0.02
+PUMP_SECONDS = 0.05
 #: how often a request without slots tries again: leases of peers end without a word
 RETRY_SECONDS = 0.02
 _BLOCKS_PER_TURN = 32

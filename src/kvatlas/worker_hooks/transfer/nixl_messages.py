@@ -22,8 +22,8 @@ class NixlSettings(Struct, frozen=True):
     ucx_tls: str = ""
     #: let NIXL spin a core for the source; TCP between hosts needs it, CMA on one host does not
     progress_thread: bool = False
-    #: the source looks for peers that often, and while reads are expected so often
-    idle_ms: float = 5.0
+    #: the source looks for peers that often, and while somebody has a lease so often
+    idle_ms: float = 50.0
     busy_ms: float = 0.3
     #: places in quarantine that make the reading agent start again; 0 is half of all. Too low
     #: aborts slow TCP sources, too high lets frozen peers take all places

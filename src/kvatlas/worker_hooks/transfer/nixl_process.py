@@ -117,6 +117,8 @@ class NixlReader:
         self._local: Any = None
         #: version of the metadata of each known source, least recently used first
         self._sources: dict[str, int] = {}
+        #: sources whose connection was lost; each is also in `_sources`
+        self._lost: set[str] = set()
         self._active: list[_Reading] = []
         self._quarantined: list[_Reading] = []
         self._num_opened = 0
@@ -212,12 +214,16 @@ class NixlReader:
                 self._quarantined.append(reading)
 
     def _reach(self, source: Read | Connect) -> None:
-        """Make the agent know the source; again when its metadata changed."""
+        """Make the agent know the source; again when its connection was lost.
+
+        Never while other reads from it are not over: the driver then knows nothing of them, and
+        bytes might arrive at places that we believe to be at rest.
+        """
         known = self._sources.get(source.agent)
-        if known is not None and known != source.metadata_version:
+        is_old = source.agent in self._lost or known not in (None, source.metadata_version)
+        if is_old and source.agent not in self._agents_in_use():
             self._forget(source.agent)
-            known = None
-        if known is None:
+        if source.agent not in self._sources:
             self._make_place()
             added = self._agent.add_remote_agent(source.metadata)
             self._sources[added.decode()] = source.metadata_version
@@ -225,13 +231,16 @@ class NixlReader:
         self._sources[source.agent] = self._sources.pop(source.agent)
 
     def _make_place(self) -> None:
-        in_use = {reading.read.agent for reading in (*self._active, *self._quarantined)}
+        in_use = self._agents_in_use()
         idle = [agent for agent in self._sources if agent not in in_use]
         for agent in idle[: max(0, len(self._sources) - self._max_sources + 1)]:
             self._forget(agent)
 
+    def _agents_in_use(self) -> set[str]:
+        return {reading.read.agent for reading in (*self._active, *self._quarantined)}
+
     def _forget(self, agent: str) -> None:
-        """Drop a source, so that the next read connects anew."""
+        self._lost.discard(agent)
         if self._sources.pop(agent, None) is not None:
             with contextlib.suppress(*self._nixl.errors):
                 self._agent.remove_remote_agent(agent)
@@ -239,8 +248,8 @@ class NixlReader:
     def _fail(self, reading: _Reading, error: Exception) -> None:
         status = meaning(error)
         self._end(reading, status, describe(error))
-        if status is ReadStatus.disconnected:
-            self._forget(reading.read.agent)
+        if status is ReadStatus.disconnected and reading.read.agent in self._sources:
+            self._lost.add(reading.read.agent)
 
     def _end_as(self, reading: _Reading, state: str) -> None:
         if state == _DONE:
@@ -274,6 +283,7 @@ class NixlReader:
             self._agent.release_dlist_handle(self._local)
         self._local = self._agent = None
         self._sources.clear()
+        self._lost.clear()
         gc.collect()  # nothing may keep the driver's agent alive
         self.open()
         for reading in quarantined:

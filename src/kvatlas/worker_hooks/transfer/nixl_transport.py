@@ -191,7 +191,7 @@ class NixlTransport:
             return False
         try:
             self._channel.send(encode_message(message))
-        except (BlockingIOError, ConnectionError):  # it is stopped, or dead and soon reaped
+        except OSError:  # it is stopped, or dead and soon reaped; or the message is too large
             return False
         return True
 
@@ -255,6 +255,7 @@ class NixlTransport:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 module,
                 str(theirs.fileno()),
@@ -290,8 +291,10 @@ class NixlTransport:
             self.num_restarts += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_RESTART_SECONDS)
-            with contextlib.suppress(TransportUnavailable):  # then again
+            try:
                 await self._start()
+            except TransportUnavailable:
+                await self._stop()
 
     async def _stop(self) -> None:
         """End the process and, once it is dead, free what its reads had."""

@@ -1,0 +1,293 @@
+"""Compiled code for prompts: token ids out of JSON text, and the hashes of their blocks.
+
+    [17, 4, 128000]  --read_token_list-->  u32 tokens  --hash_chain-->  16 bytes a block
+
+`hash_chain` is XXH3-128 (github.com/Cyan4973/xxHash, seed 0, default secret) for contents of whole
+u32 words, 20 bytes or more: a parent and the tokens of a block. Equal to schemas.hashing, which is
+the judge, and several times as fast, since a prompt is one call.
+
+Every integer is a uint64 or a uint32. Nothing here calls into another file: see kernel.py. The
+`_words` of the secret are read at any byte, so they stand as a table by byte offset.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.indexer.kernel import IS_COMPILED, compiled
+
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+
+_SECRET_BYTES = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+#: the u64 at each byte offset of the secret
+SECRET = np.array(
+    [int.from_bytes(_SECRET_BYTES[at : at + 8], "little") for at in range(185)], np.uint64
+)
+PRIME32_1, PRIME32_2, PRIME32_3 = (
+    np.uint64(prime) for prime in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+)
+PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME64_5 = (
+    np.uint64(prime)
+    for prime in (
+        0x9E3779B185EBCA87,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0x85EBCA77C2B2AE63,
+        0x27D4EB2F165667C5,
+    )
+)
+AVALANCHE = np.uint64(0x165667919E3779F9)
+ZERO, ONE, LOW_HALF = np.uint64(0), np.uint64(1), np.uint64(0xFFFF_FFFF)
+SHIFT_8, SHIFT_16, SHIFT_32 = np.uint64(8), np.uint64(16), np.uint64(32)
+SHIFT_37, SHIFT_47 = np.uint64(37), np.uint64(47)
+SWAP_8, SWAP_16 = np.uint64(0x00FF_00FF_00FF_00FF), np.uint64(0x0000_FFFF_0000_FFFF)
+MAX_TOKEN = np.uint64(2**32 - 1)
+TEN = np.uint64(10)
+PARENT_WORDS = 4
+#: whether the kernels are worth calling: as plain Python they are slower than their judge
+IS_FAST = IS_COMPILED and sys.byteorder == "little"
+
+
+# --- arithmetic modulo 2**64, about which numpy's scalars would warn -----------------------
+
+if not IS_COMPILED:
+
+    def times(a: Any, b: Any) -> Any:
+        """Multiply."""
+        return np.uint64(int(a) * int(b) & 0xFFFF_FFFF_FFFF_FFFF)
+
+    def plus(a: Any, b: Any) -> Any:
+        """Add."""
+        return np.uint64(int(a) + int(b) & 0xFFFF_FFFF_FFFF_FFFF)
+
+    def minus(a: Any) -> Any:
+        """Negate."""
+        return np.uint64(-int(a) & 0xFFFF_FFFF_FFFF_FFFF)
+else:
+
+    @compiled()
+    def times(a: Any, b: Any) -> Any:
+        """Multiply."""
+        return a * b
+
+    @compiled()
+    def plus(a: Any, b: Any) -> Any:
+        """Add."""
+        return a + b
+
+    @compiled()
+    def minus(a: Any) -> Any:
+        """Negate."""
+        return ZERO - a
+
+
+@compiled()
+def swapped(word: Any) -> Any:
+    """Return the word with its bytes in reverse."""
+    word = ((word & SWAP_8) << SHIFT_8) | ((word >> SHIFT_8) & SWAP_8)
+    word = ((word & SWAP_16) << SHIFT_16) | ((word >> SHIFT_16) & SWAP_16)
+    return (word << SHIFT_32) | (word >> SHIFT_32)
+
+
+@compiled()
+def folded_product(a: Any, b: Any) -> Any:
+    """Return the low XOR the high half of the 128-bit product."""
+    a_low, a_high, b_low, b_high = a & LOW_HALF, a >> SHIFT_32, b & LOW_HALF, b >> SHIFT_32
+    low_low = times(a_low, b_low)
+    high_low = times(a_high, b_low)
+    low_high = times(a_low, b_high)
+    cross = (low_low >> SHIFT_32) + (high_low & LOW_HALF) + low_high
+    high = (high_low >> SHIFT_32) + (cross >> SHIFT_32) + times(a_high, b_high)
+    return high ^ ((cross << SHIFT_32) | (low_low & LOW_HALF))
+
+
+@compiled()
+def avalanche(word: Any) -> Any:
+    """Spread a word over all its bits."""
+    word ^= word >> SHIFT_37
+    word = times(word, AVALANCHE)
+    return word ^ (word >> SHIFT_32)
+
+
+# --- XXH3-128 -----------------------------------------------------------------------------
+
+
+@compiled()
+def word_at(content: U32, at: int) -> Any:
+    """Return the u64 that begins at a u32."""
+    return np.uint64(content[at]) | (np.uint64(content[at + 1]) << SHIFT_32)
+
+
+@compiled()
+def mix16(content: U32, at: int, secret: int) -> Any:
+    """Mix 16 bytes of content with 16 of the secret."""
+    return folded_product(
+        word_at(content, at) ^ SECRET[secret], word_at(content, at + 2) ^ SECRET[secret + 8]
+    )
+
+
+@compiled()
+def mix32_low(low: Any, content: U32, one: int, other: int, secret: int) -> Any:
+    """Mix 16 bytes at each of two places into the low half."""
+    return plus(low, mix16(content, one, secret)) ^ plus(
+        word_at(content, other), word_at(content, other + 2)
+    )
+
+
+@compiled()
+def xxh3_128(content: U32, length: int) -> tuple[Any, Any]:
+    """Return (low, high) of the hash of the first `length` u32 words, five or more."""
+    num_bytes = np.uint64(4 * length)
+    if length > 60:
+        return long_xxh3_128(content, length)
+    low, high = times(num_bytes, PRIME64_1), ZERO
+    if length <= 32:
+        for i in range((length - 1) // 8, -1, -1):
+            one, other, secret = 4 * i, length - 4 * i - 4, 32 * i
+            low = mix32_low(low, content, one, other, secret)
+            high = mix32_low(high, content, other, one, secret + 16)
+    else:
+        for i in range(4):
+            low = mix32_low(low, content, 8 * i, 8 * i + 4, 32 * i)
+            high = mix32_low(high, content, 8 * i + 4, 8 * i, 32 * i + 16)
+        low, high = avalanche(low), avalanche(high)
+        for i in range(4, length // 8):
+            low = mix32_low(low, content, 8 * i, 8 * i + 4, 32 * i - 125)
+            high = mix32_low(high, content, 8 * i + 4, 8 * i, 32 * i - 109)
+        low = mix32_low(low, content, length - 4, length - 8, 103)
+        high = mix32_low(high, content, length - 8, length - 4, 119)
+    sum_of = plus(plus(times(low, PRIME64_1), times(high, PRIME64_4)), times(num_bytes, PRIME64_2))
+    return avalanche(plus(low, high)), minus(avalanche(sum_of))
+
+
+@compiled()
+def accumulate(lanes: U64, content: U32, at: int, secret: int) -> None:
+    """Take a stripe of 64 bytes into the lanes."""
+    for i in range(8):
+        word = word_at(content, at + 2 * i)
+        key = word ^ SECRET[secret + 8 * i]
+        lanes[i ^ 1] = plus(lanes[i ^ 1], word)
+        lanes[i] = plus(lanes[i], times(key & LOW_HALF, key >> SHIFT_32))
+
+
+@compiled()
+def merged(lanes: U64, secret: int, start: Any) -> Any:
+    """Return one word of all lanes."""
+    for i in range(4):
+        start = plus(
+            start,
+            folded_product(
+                lanes[2 * i] ^ SECRET[secret + 16 * i],
+                lanes[2 * i + 1] ^ SECRET[secret + 16 * i + 8],
+            ),
+        )
+    return avalanche(start)
+
+
+@compiled()
+def long_xxh3_128(content: U32, length: int) -> tuple[Any, Any]:
+    """Return (low, high) for more than 240 bytes: stripes of 64, scrambled after each 16."""
+    num_bytes = np.uint64(4 * length)
+    lanes = np.empty(8, np.uint64)
+    lanes[0], lanes[1], lanes[2], lanes[3] = PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3
+    lanes[4], lanes[5], lanes[6], lanes[7] = PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1
+    for stripe in range((4 * length - 1) // 64):
+        accumulate(lanes, content, 16 * stripe, 8 * (stripe % 16))
+        if stripe % 16 == 15:
+            for i in range(8):
+                lane = lanes[i]
+                lanes[i] = times((lane ^ (lane >> SHIFT_47)) ^ SECRET[128 + 8 * i], PRIME32_1)
+    accumulate(lanes, content, length - 16, 121)
+    return (
+        merged(lanes, 11, times(num_bytes, PRIME64_1)),
+        merged(lanes, 117, ~times(num_bytes, PRIME64_2)),
+    )
+
+
+# --- what Python calls --------------------------------------------------------------------
+
+
+@compiled()
+def hash_blocks(tokens: U32, block_tokens: int, parent: U64, hashes: U64) -> None:
+    """Fill `hashes`, two words a block, with the chain of the tokens' full blocks."""
+    content = np.empty(PARENT_WORDS + block_tokens, np.uint32)
+    first, second = parent[0], parent[1]
+    for block in range(hashes.size // 2):
+        content[0], content[1] = np.uint32(first & LOW_HALF), np.uint32(first >> SHIFT_32)
+        content[2], content[3] = np.uint32(second & LOW_HALF), np.uint32(second >> SHIFT_32)
+        for i in range(block_tokens):
+            content[PARENT_WORDS + i] = tokens[block * block_tokens + i]
+        low, high = xxh3_128(content, PARENT_WORDS + block_tokens)
+        first, second = swapped(high), swapped(low)
+        hashes[2 * block], hashes[2 * block + 1] = first, second
+
+
+@compiled()
+def read_tokens(text: U8, tokens: U32) -> int:
+    """Read a JSON array of integers; return how many, or -1 for anything but u32 in it.
+
+    `text` is valid JSON. `tokens` has room for one token per two bytes of it.
+    """
+    count, value, digits = 0, ZERO, 0
+    for at in range(1, text.size):
+        byte = text[at]
+        if 48 <= byte <= 57:
+            digits += 1
+            if digits <= 10:
+                value = value * TEN + np.uint64(byte - np.uint8(48))
+        elif byte in (44, 93):  # , ]
+            if digits == 0 or digits > 10 or value > MAX_TOKEN:
+                return -1
+            tokens[count] = np.uint32(value)
+            count += 1
+            value, digits = ZERO, 0
+        elif byte not in (32, 9, 10, 13):
+            return -1
+    return count
+
+
+_SIGNATURES: list[tuple[Any, str]] = [
+    (
+        hash_blocks,
+        "void(Array(uint32, 1, 'C', readonly=True), int64, "
+        "Array(uint64, 1, 'C', readonly=True), uint64[::1])",
+    ),
+    (read_tokens, "int64(Array(uint8, 1, 'C', readonly=True), uint32[::1])"),
+]
+
+
+def warm() -> None:
+    """Compile the kernels, or load them from the on-disk cache. Later calls cost nothing."""
+    while _SIGNATURES and IS_COMPILED:
+        dispatcher, signature = _SIGNATURES.pop()
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+
+
+def hash_chain(parent: bytes, tokens: bytes, block_tokens: int) -> bytes:
+    """Return the packed XXH3-128 hashes of the full blocks of packed tokens below a parent."""
+    hashes = np.empty(2 * (len(tokens) // (4 * block_tokens)), np.uint64)
+    hash_blocks(
+        np.frombuffer(tokens, np.uint32), block_tokens, np.frombuffer(parent, np.uint64), hashes
+    )
+    return hashes.tobytes()
+
+
+def read_token_list(text: bytes | memoryview) -> bytes | None:
+    """Return the token ids of a valid JSON array as packed u32, None if there is anything else."""
+    if len(text) < 3 or text[0] != 91:
+        return None
+    tokens = np.empty(len(text) // 2 + 1, np.uint32)
+    count = int(read_tokens(np.frombuffer(text, np.uint8), tokens))
+    return None if count < 1 else tokens[:count].tobytes()

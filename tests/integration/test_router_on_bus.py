@@ -1,0 +1,73 @@
+"""The router on a live index: events come by a bus, decisions leave by it, the bus goes away."""
+
+import httpx
+
+from kvatlas.events.bus import Message
+from kvatlas.events.codec import encode
+from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
+from kvatlas.events.subjects import events_subject
+from kvatlas.indexer.reference import ReferenceIndex
+from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.state import IndexState
+from kvatlas.router.app import create_app
+from kvatlas.router.recorder import StreamDecisionLog
+from kvatlas.router.service import RouterService
+from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
+from kvatlas.schemas.hashing import BlockHasher
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.kv_events import WIRE_VERSION, BlockStored, EventBatch, WorkerUp
+from kvatlas.schemas.routing import decode_decision
+from kvatlas.schemas.settings import RouterSettings
+from testkit.bus import Collected, eventually
+from testkit.fleet import FINGERPRINT, MODEL, a_prompt
+
+PROMPT = a_prompt(64)
+DESCRIPTOR = NamespaceDescriptor(16)
+ASK = {"model": MODEL, "token_ids": PROMPT}
+
+
+def first_batch() -> EventBatch:
+    hasher = BlockHasher(DESCRIPTOR.namespace(MODEL, None, None))
+    events = (
+        WorkerUp(WorkerInfo("http://w1", (MODEL,), DESCRIPTOR, FINGERPRINT)),
+        BlockStored(hasher.root, hasher.chain(PROMPT)),
+    )
+    return EventBatch(WIRE_VERSION, "w1", 0, 1, 1, 0, events)
+
+
+async def test_a_router_lives_on_its_bus_and_outlives_it() -> None:
+    settings, batch = RouterSettings(seed=1), first_batch()
+    async with MemoryBroker().connect() as bus:
+        await bus.declare_stream(events_stream())
+        await bus.declare_stream(decisions_stream())
+        state = IndexState(ReferenceIndex())
+        async with (
+            IndexService(bus, state, settings=ServiceSettings(poll_seconds=0.01)) as index,
+            StreamDecisionLog(bus.publisher(KV_DECISIONS), settings) as log,
+        ):
+            router = RouterService(index.index, index, settings, log=log)
+            transport = httpx.ASGITransport(create_app(router))
+            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+                await bus.publisher(KV_EVENTS).publish(
+                    events_subject(MODEL, InstanceId("w1", 0)), encode(batch)
+                )
+                await eventually(lambda: state.stream_sequence == 1)
+                assert (await client.get("/readyz")).status_code == 200
+
+                recorded: Collected[Message] = Collected()
+                await bus.follow(KV_DECISIONS, 1, recorded)
+                routed = (await client.post("/v1/route", json=ASK)).json()
+                assert (routed["worker"], routed["match_tokens"]) == ("w1", 64)
+                [message] = await recorded.count(1)
+                assert decode_decision(message.payload).id == routed["decision_id"]
+
+                bus.cut()
+                await eventually(lambda: index.lag.seconds_since_contact > 0.05)
+                alone = (await client.post("/v1/route", json=ASK)).json()
+                assert (alone["worker"], alone["connected"]) == ("w1", False)
+                assert alone["index_age_ms"] > 50
+                assert (await client.get("/readyz")).status_code == 200
+                bus.restore()
+                await recorded.count(2)
+                assert log.num_dropped == 0

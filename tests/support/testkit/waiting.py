@@ -1,0 +1,11 @@
+"""Waiting for something that no event tells of: another process, mostly."""
+
+import asyncio
+from collections.abc import Callable
+
+
+async def until(is_so: Callable[[], bool], timeout_seconds: float = 10.0) -> None:
+    """Return once it is so; fail if that takes too long."""
+    async with asyncio.timeout(timeout_seconds):
+        while not is_so():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)

@@ -1,0 +1,74 @@
+"""The compiled twins of hashing and token lists against the plain ones."""
+
+import json
+import random
+from array import array
+
+import pytest
+import xxhash
+
+from kvatlas.indexer import prompt_kernel
+from kvatlas.schemas.hashing import BlockHasher, Namespace
+
+SEEDED = random.Random(5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_kernels() -> None:
+    prompt_kernel.warm()
+
+
+@pytest.mark.parametrize(
+    "block_tokens", [*range(1, 70), 124, 125, 127, 128, 188, 252, 253, 256, 512, 1024, 4096]
+)
+def test_chains_are_those_of_xxhash(block_tokens: int) -> None:
+    """Every branch of XXH3 and its edges: 128, 240 and 1,024 bytes of parent and tokens."""
+    tokens = array("I", (SEEDED.getrandbits(32) for _ in range(3 * block_tokens + 1))).tobytes()
+    hasher = BlockHasher(Namespace("m", block_tokens))
+    assert prompt_kernel.hash_chain(hasher.root, tokens, block_tokens) == hasher.chain(tokens)
+
+
+def test_a_chain_of_nothing_is_empty() -> None:
+    assert prompt_kernel.hash_chain(bytes(16), bytes(60), 16) == b""
+
+
+def test_the_first_block_is_xxh3_128() -> None:
+    tokens = array("I", range(16)).tobytes()
+    parent = bytes(range(16))
+    expected = xxhash.xxh3_128_digest(parent + tokens)
+    assert prompt_kernel.hash_chain(parent, tokens, 16) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[0]", "[4294967295]", "[1,2,3]", "[ 1 ,\t2\n, 3\r]", json.dumps(list(range(0, 10**6, 997)))],
+)
+def test_token_lists_are_read(text: str) -> None:
+    expected = array("I", json.loads(text)).tobytes()
+    assert prompt_kernel.read_token_list(text.encode()) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "[ ]",
+        "{}",
+        "1",
+        "null",
+        '"12"',
+        "[-1]",
+        "[4294967296]",
+        "[99999999999999999999999]",
+        "[1.5]",
+        "[1e3]",
+        '["1"]',
+        "[true]",
+        "[null]",
+        "[[1]]",
+        "[1,[2]]",
+        '[{"a":1}]',
+    ],
+)
+def test_anything_else_is_left_to_others(text: str) -> None:
+    assert prompt_kernel.read_token_list(text.encode()) is None
