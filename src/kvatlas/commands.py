@@ -39,6 +39,9 @@ PolicyName = Annotated[str | None, typer.Option("--policy", help="How a worker i
 ArchiveUrl = Annotated[
     str | None, typer.Option("--archive", help="Database URL, such as sqlite:///kvatlas.db.")
 ]
+DataFolder = Annotated[
+    Path | None, typer.Option("--data", help="Keeps the embedded broker's log; none: temporary.")
+]
 Workers = Annotated[int, typer.Option("--workers", min=0, help="Reference engines to run.")]
 BlocksPerWorker = Annotated[int, typer.Option(min=1, help="KV blocks of each reference engine.")]
 BlockBytes = Annotated[int, typer.Option(min=16, help="KV bytes of a block.")]
@@ -83,6 +86,7 @@ def demo(
     policy: PolicyName = "predicted_ttft",
     seed: Seed = 0,
     archive: ArchiveUrl = None,
+    data: DataFolder = None,
     json: JsonFlag = False,
 ) -> None:
     """Play requests on a whole fleet on this machine and compare with round robin."""
@@ -91,7 +95,7 @@ def demo(
 
     options = DemoOptions(
         trace, requests, workers, blocks_per_worker, block_bytes, speed,
-        policy or "predicted_ttft", seed, archive,
+        policy or "predicted_ttft", seed, archive, data,
     )  # fmt: skip
     console = Console(stderr=json)
     played = load_requests(options)
@@ -111,6 +115,7 @@ def serve(
     port: HttpPort = None,
     policy: PolicyName = None,
     archive: ArchiveUrl = None,
+    data: DataFolder = None,
     workers: Workers = 0,
     blocks_per_worker: BlocksPerWorker = 1_000,
     block_bytes: BlockBytes = 16_384,
@@ -124,7 +129,8 @@ def serve(
     from kvatlas.serve import serve_all
     from kvatlas.worker_fleet import EngineOptions
 
-    settings = _settings(config, nats, creds, set_, port=port, policy=policy, archive=archive)
+    named = {"port": port, "policy": policy, "archive": archive, "data": data}
+    settings = _settings(config, nats, creds, set_, **named)
     engines = EngineOptions(
         workers, blocks_per_worker, block_bytes, block_tokens,
         prefill_tokens_per_second, decode_tokens_per_second, speed,
@@ -335,7 +341,7 @@ def _settings(
     nats: str | None,
     creds: str | None,
     set_: list[str] | None,
-    **named: str | int | None,
+    **named: str | int | Path | None,
 ) -> Settings:
     """Merge all sources; named options win over --set, which wins over environment and file."""
     flags: dict[str, str] = {}
@@ -344,7 +350,12 @@ def _settings(
         if not equals:
             raise InvalidSetting(key, "flag --set", "expected SECTION.KEY=VALUE")
         flags[key] = value
-    keys = {"port": "router.port", "policy": "router.policy", "archive": "archive.url"}
+    keys = {
+        "port": "router.port",
+        "policy": "router.policy",
+        "archive": "archive.url",
+        "data": "nats.folder",
+    }
     shortcuts = {"nats.url": nats, "nats.credentials": creds}
     shortcuts |= {keys[name]: None if v is None else str(v) for name, v in named.items()}
     flags |= {key: value for key, value in shortcuts.items() if value is not None}

@@ -230,6 +230,42 @@ async def test_a_prefix_is_pulled_from_a_peer_with_the_right_bytes(tmp_path: Pat
             assert (done.pulled_blocks, done.computed_blocks) == (0, 3)
 
 
+async def test_two_workers_that_pull_from_each_other_while_they_evict_stay_right(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("nixl", reason="extra `transfer` is not installed")
+    async with a_broker(tmp_path) as (server, bus), folded(bus, A, B) as folds:
+        a_options, b_options = (
+            sidecar_options(tmp_path, name, nats_url=server.url, transport="nixl")
+            for name in ("a", "b")
+        )
+        async with a_worker(a_options, tmp_path) as a, a_worker(b_options, tmp_path) as b:
+            for worker in (a, b):
+                await ready_to_pull(worker)
+            gate, rng = asyncio.Semaphore(12), random.Random(11)
+
+            async def one(worker: Worker, peer: str) -> Completion:
+                async with gate:
+                    family, length = rng.randrange(6), rng.randint(3, 9)
+                    prompt = prompt_of(*range(family * 10, family * 10 + length), tail=1)
+                    plan = Plan(4, 0, (PullStep(peer, 0, 0, length),), 1)
+                    return await worker.engine.submit(prompt, rng.randint(1, 9), plan=plan)
+
+            async with asyncio.TaskGroup() as tasks:
+                served = [
+                    tasks.create_task(one(*pair))
+                    for _ in range(100)
+                    for pair in ((a, "b"), (b, "a"))
+                ]
+            pulls = [task.result().pull for task in served]
+            assert sum(pull.verified for pull in pulls) > 50
+            assert sum(pull.failed for pull in pulls) == 0
+            for worker, fold in ((a, folds[A]), (b, folds[B])):
+                assert worker.engine.store.pool.num_in_use == 0
+                await settled(worker, fold)
+                check_equal(worker, fold)
+
+
 async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(20):
         while not await condition():  # noqa: ASYNC110 - another process decides

@@ -265,6 +265,47 @@ def test_tokens_travel_only_where_asked_for(edge: Edge) -> None:
     assert event.tokens == tokens_of(1, 2, 3)
 
 
+@pytest.mark.parametrize("include_tokens", [False, True])
+def test_events_are_bounded_and_still_one_chain(
+    monkeypatch: pytest.MonkeyPatch, include_tokens: bool
+) -> None:
+    monkeypatch.setattr("kvatlas.worker_hooks.merging.MAX_EVENT_BLOCKS", 5)
+    monkeypatch.setattr("kvatlas.worker_hooks.merging.MAX_EVENT_TOKEN_BYTES", 3 * 16)
+    edge = Edge(MODEL, DESCRIPTOR, include_tokens=include_tokens)
+    names = tuple(range(1, 31))
+    events = without_namespaces(
+        edge.handle([stored(*names[:7]), *(stored(n, parent=n - 1) for n in names[7:])])
+    )
+    chain, limit = chain_of(*names), 3 if include_tokens else 5
+    at = 0
+    for event in events:
+        assert isinstance(event, BlockStored)
+        blocks = [event.hashes[i : i + 16] for i in range(0, len(event.hashes), 16)]
+        assert 0 < len(blocks) <= limit
+        assert blocks == chain[at : at + len(blocks)]
+        assert event.parent == (chain[at - 1] if at else None)
+        if include_tokens:
+            assert event.tokens == tokens_of(*names[at : at + len(blocks)])
+        at += len(blocks)
+    assert at == 30
+    assert len(events) == 30 / limit
+    removals = edge.handle([removed(*reversed(names))])
+    assert [len(e.hashes) // 16 for e in removals if isinstance(e, BlockRemoved)] == [5] * 6
+
+
+def test_a_block_with_more_tokens_than_an_event_may_have_goes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvatlas.worker_hooks.merging.MAX_EVENT_TOKEN_BYTES", 7)
+    edge = Edge(MODEL, DESCRIPTOR, include_tokens=True)
+    events = without_namespaces(edge.handle([stored(1, 2, 3)]))
+    assert [e.tokens for e in events if isinstance(e, BlockStored)] == [
+        tokens_of(1),
+        tokens_of(2),
+        tokens_of(3),
+    ]
+
+
 def test_digests_are_of_what_is_held(edge: Edge) -> None:
     edge.handle([stored(1, 2), stored(9, tier=Tier.ssd), removed(2)])
     digests = {d.tier: (d.count, d.xor) for d in edge.digests() if isinstance(d, Digest)}

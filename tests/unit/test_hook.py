@@ -63,6 +63,16 @@ def test_nothing_that_is_said_raises(ends: Ends) -> None:
     assert len(ends.take()) == 1
 
 
+def test_a_closed_hook_takes_what_is_said_in_silence(tmp_path: Path) -> None:
+    hook = WorkerHook(RingWriter.create(tmp_path / "ring"))
+    hook.close()
+    hook.close()
+    hook.stored([1], None, [1])
+    hook.cleared()
+    hook.pump()
+    assert hook.num_rejected == 2
+
+
 def test_without_room_events_are_counted(tmp_path: Path) -> None:
     ends = Ends(tmp_path / "ring", 4096)
     for i in range(100):

@@ -51,6 +51,33 @@ def test_its_grace_begins_anew_when_it_ends_again(lapses: LeaseLapses) -> None:
     assert lapses.due(ALIVE, True, 2) == ALIVE
 
 
+def test_a_lease_renewed_since_the_connect_counts_while_others_settle() -> None:
+    """A broker that comes back finds leases that ran out meanwhile, and their living holders."""
+    lapses = LeaseLapses(ended_seconds=1, missing_seconds=30, settling_seconds=10)
+    found, renewed = InstanceId("found", 0), InstanceId("renewed", 0)
+    both = [(found, 7), (renewed, 7)]
+    lapses.due(both, True, 0)
+    for instance, tellings in ((found, 1), (renewed, 2)):
+        for _ in range(tellings):
+            lapses.take(LeaseChange(instance, 7, "alive"))
+        lapses.take(LeaseChange(instance, 7, "expired"))
+    assert lapses.due(both, True, 0.9) == []
+    assert lapses.due(both, True, 1) == [(renewed, 7)]
+    assert lapses.due(both, True, 10) == both
+
+
+def test_an_outage_makes_all_leases_doubtful_again() -> None:
+    lapses = LeaseLapses(ended_seconds=1, missing_seconds=30, settling_seconds=10)
+    lapses.due(ALIVE, True, 0)
+    lapses.take(alive())
+    lapses.take(alive())
+    lapses.due(ALIVE, False, 1)
+    lapses.take(expired())
+    assert lapses.due(ALIVE, True, 2) == []
+    assert lapses.due(ALIVE, True, 5) == []
+    assert lapses.due(ALIVE, True, 12) == ALIVE
+
+
 def test_who_never_had_a_lease_gets_more_time(lapses: LeaseLapses) -> None:
     other = (InstanceId("w2", 0), 1)
     assert lapses.due([*ALIVE, other], True, 0) == []

@@ -41,22 +41,39 @@ def test_the_first_block_is_xxh3_128() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[0]", "[4294967295]", "[1,2,3]", "[ 1 ,\t2\n, 3\r]", json.dumps(list(range(0, 10**6, 997)))],
+    ["[0]", "[4294967295]", "[1,2,3]", "[ 1,\t2,\r\n 3]", json.dumps(list(range(0, 10**6, 997)))],
 )
 def test_token_lists_are_read(text: str) -> None:
     expected = array("I", json.loads(text)).tobytes()
-    assert prompt_kernel.read_token_list(text.encode()) == expected
+    assert prompt_kernel.read_token_list(text.encode()) == (expected, len(text))
+
+
+def test_a_list_is_read_where_it_stands() -> None:
+    text = b'{"a":[12,3],"b":[4]}'
+    assert prompt_kernel.read_token_list(text, 5) == (array("I", [12, 3]).tobytes(), 11)
 
 
 @pytest.mark.parametrize(
     "text",
     [
+        "",
+        "[",
         "[]",
         "[ ]",
-        "{}",
-        "1",
-        "null",
-        '"12"',
+        "[,]",
+        "[1,]",
+        "[,1]",
+        "[1 2]",
+        "[1 ,2]",
+        "[00000000001]",
+        "[137438953473]",
+        "[1",
+        "[1,",
+        "[1,2}",
+        "[01]",
+        "[00]",
+        "[1;2]",
+        "[\x00]",
         "[-1]",
         "[4294967296]",
         "[99999999999999999999999]",

@@ -389,8 +389,9 @@ async def test_a_request_can_be_given_up_at_any_time(tmp_path: Path, when: str) 
         plan = plan_of(0, 2) if when == "pulling" else None
         if when == "pulling":
             bench.peers.may_answer.clear()
+        others = []
         if when == "waiting":
-            other = asyncio.create_task(bench.engine.submit(prompt_of(9, 9, 9, 9)))
+            others.append(asyncio.create_task(bench.engine.submit(prompt_of(9, 9, 9, 9))))
             await settle()
         task = asyncio.create_task(
             bench.engine.submit(prompt_of(1, 2, 3), max_tokens=50, plan=plan)
@@ -405,8 +406,7 @@ async def test_a_request_can_be_given_up_at_any_time(tmp_path: Path, when: str) 
             await task
         bench.peers.may_answer.set()
         await bench.clock.advance(1.0)
-        if when == "waiting":
-            await other
+        await asyncio.gather(*others)
         assert bench.engine.store.pool.num_in_use == 0
         assert bench.engine.num_waiting == bench.engine.num_running == 0
         bench.check()

@@ -85,6 +85,28 @@ def test_other_formats_are_refused(content_type: str) -> None:
     assert refused.value.field == "content-type"
 
 
+TRICKS: list[tuple[bytes, list[int]]] = [
+    (b' {\n"token_ids" : [ 1 ,\t2 ] , "model" : "m" } ', [1, 2]),
+    (b'{"model":"\\"token_ids\\":[9]","token_ids":[1]}', [1]),
+    (b'{"model":"m","lora":"[1]","token_ids":[2]}', [2]),
+    (b'{"lora":"token_ids","token_ids":[3],"model":"m"}', [3]),
+    (b'{"token_ids":[1],"token_ids":[2,3],"model":"m"}', [2, 3]),
+    (b'{"token_ids":null,"token_ids":[4],"model":"m"}', [4]),
+    (b'{"extras":[],"token_ids":[5],"model":"m"}', [5]),
+    (b'{"tok\\u0065n_ids":[6],"model":"m"}', [6]),
+]
+
+
+@pytest.mark.parametrize(("body", "tokens"), TRICKS)
+def test_the_token_list_is_found_wherever_it_stands(body: bytes, tokens: list[int]) -> None:
+    assert from_json(body).tokens == array("I", tokens).tobytes()
+
+
+def test_a_model_that_looks_like_a_list_keeps_its_name() -> None:
+    body = b'{"model":"\\"token_ids\\":[9]","token_ids":[1]}'
+    assert from_json(body).model == '"token_ids":[9]'
+
+
 EMPTY, BASE = b"", b'{"model":"m","token_ids":[1]'
 BAD_JSON: list[tuple[bytes, str, str]] = [
     (EMPTY, "body", "truncated"),
@@ -122,6 +144,9 @@ BAD_JSON: list[tuple[bytes, str, str]] = [
     (b'{"model":"m","token_ids":[NaN]}', "body", "malformed"),
     (b'{"model":"m","token_ids":[Infinity]}', "body", "malformed"),
     (b'{"model":"m","token_ids":[01]}', "body", "malformed"),
+    (b'{"model":"m","x":{"token_ids":[1]}}', "x", "unknown field"),
+    (b'{"model":"m","token_ids":[1]]}', "body", "malformed"),
+    (b'{"model":"m","token_ids":[1,]}', "body", "malformed"),
     (BASE + b',"token_ids_b64":"AAAAAA=="}', "token_ids_b64", "beside token_ids"),
     (b'{"model":"m","token_ids_b64":""}', "token_ids_b64", "an empty prompt"),
     (b'{"model":"m","token_ids_b64":"AAAAAA"}', "token_ids_b64", "base64"),

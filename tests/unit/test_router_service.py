@@ -157,6 +157,23 @@ class TestReports:
         scores = router.score(a_request(PROMPT)).candidates
         assert all(score.predicted_tokens == 0 for score in scores)
 
+    def test_a_worker_whose_request_failed_is_left_out_for_a_while(self, fleet: Fleet) -> None:
+        router = fleet.router()
+        first = router.route(a_request(PROMPT))
+        router.done(first.decision_id, Report(failed=True))
+        assert first.worker not in {c.worker for c in router.score(a_request(PROMPT)).candidates}
+        router.clock.advance(1.1)
+        assert first.worker in {c.worker for c in router.score(a_request(PROMPT)).candidates}
+
+    def test_workers_that_all_failed_are_still_tried(self, fleet: Fleet) -> None:
+        router = fleet.router()
+        while True:
+            answer = router.route(a_request(PROMPT))
+            router.done(answer.decision_id, Report(failed=True))
+            if answer.num_candidates == 1:
+                break
+        assert router.score(a_request(PROMPT)).num_candidates > 1
+
     def test_workers_that_prove_fast_get_more(self, fleet: Fleet) -> None:
         router = fleet.router(seed=3)
         for n in range(200):

@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -321,6 +321,25 @@ async def test_a_restarted_sidecar_learns_all_from_a_listing(tmp_path: Path) -> 
             await until(lambda: fold.seq >= flushed.seq)
             assert fold.held[Tier.hbm] == set(chain_of(1, 2, 3))
             assert fold.num_digests > 0
+
+
+async def test_a_listing_that_fails_is_asked_for_again_but_not_for_ever(tmp_path: Path) -> None:
+    num_asked = 0
+
+    def broken() -> Iterator[RawStored]:
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("dictionary changed size during iteration")
+
+    async with (
+        a_broker() as (broker, _),
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        one.hook.answer_listings(broken)
+        for _ in range(20):
+            one.hook.pump()
+            await one.channel.flush()
+        assert num_asked == 4
 
 
 async def test_blocks_travel_between_two_sidecars(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from kvatlas.demo.sessions import generate_requests
 from kvatlas.demo.trace import read_trace
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.replay import Moment, replay_archive
+from kvatlas.schemas.errors import InvalidSetting
 
 MODEL = "reference"
 BASELINE = "round_robin"
@@ -52,6 +53,8 @@ class DemoOptions(Struct, frozen=True):
     policy: str
     seed: int
     archive: str | None
+    #: where the policy's log is kept; has to be empty or absent
+    data: Path | None
 
 
 class DemoReport(Struct, frozen=True):
@@ -96,7 +99,8 @@ async def run_demo(
     started = time.monotonic()
     with TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         archive = options.archive or f"sqlite:///{folder}/archive.db"
-        ours = await _run_policy(options, options.policy, requests, archive, audience)
+        log = ["--data", str(options.data)] if options.data else []
+        ours = await _run_policy(options, options.policy, requests, archive, audience, log)
         last = ours.stats["stream_sequence"]
         replayed = await replay_archive(archive, Moment(sequence=last))
         published = await asyncio.to_thread(count_published_events, archive, last)
@@ -133,7 +137,9 @@ async def run_demo(
 
 
 def load_requests(options: DemoOptions) -> list[PlayedRequest]:
-    """Return what is to be played; raises InvalidTrace."""
+    """Return what is to be played; raises InvalidTrace, and InvalidSetting for a used folder."""
+    if options.data is not None and options.data.is_dir() and any(options.data.iterdir()):
+        raise InvalidSetting("data", str(options.data), "a demo needs an empty or absent folder")
     if options.trace is None:
         return generate_requests(options.requests, options.seed)
     return read_trace(options.trace, options.requests)
@@ -145,9 +151,10 @@ async def _run_policy(
     requests: Sequence[PlayedRequest],
     archive: str | None,
     audience: Audience,
+    log: Sequence[str] = (),
 ) -> _PolicyRun:
     outcomes: list[Outcome] = []
-    async with fleet_process(_serve_arguments(options, policy, archive)) as fleet:
+    async with fleet_process([*_serve_arguments(options, policy, archive), *log]) as fleet:
 
         def on_outcome(outcome: Outcome) -> None:
             outcomes.append(outcome)
@@ -173,7 +180,7 @@ async def _watch_lag(fleet: FleetAddress, audience: Audience) -> None:
 def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> list[str]:
     """Return the arguments of `kvatlas serve`; times of the router run on the scaled clock."""
     speed = options.speed
-    scaled = {
+    scaled: dict[str, str | float] = {
         "router.policy": policy,
         "router.seed": options.seed + 1,
         "router.load_window_ms": LOAD_WINDOW_MS / speed,
@@ -182,6 +189,9 @@ def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> 
         "router.max_prompt_tokens": 4_000_000,
         "router.max_body_bytes": 64 * 1024**2,
     }
+    if policy == BASELINE:  # a balancer that knows nothing of KV does not move it either
+        scaled["sidecar.transport"] = "none"
+        scaled["router.min_pull_tokens"] = 10**9
     return [
         *("--port", "0", "--workers", str(options.workers)),
         *("--blocks-per-worker", str(options.blocks_per_worker)),

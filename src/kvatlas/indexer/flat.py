@@ -20,6 +20,8 @@ from kvatlas.schemas.ids import NUM_TIERS, Tier
 _ALL_TIERS = (1 << NUM_TIERS) - 1
 _MAX_GROUPS = 1 << 16
 _MAX_CELLS = 1 << 32
+#: fewer forgotten numbers are not worth a sweep
+_FEW_NUMBERS = 16
 _U64 = np.dtype(np.uint64)
 #: kernels do not check a tier, so it goes through here
 _TIER_NUMBERS = tuple(int(tier) for tier in Tier)
@@ -122,9 +124,9 @@ class FlatRadixIndex:
 
     def _is_sweep_due(self) -> bool:
         num_forgotten = len(self._forgotten)
-        return num_forgotten >= max(16, len(self._live) // 4) or (
-            num_forgotten > 0 and self._num_numbers >= self._max_instances
-        )
+        if self._num_numbers >= self._max_instances:
+            return num_forgotten > 0
+        return num_forgotten >= max(_FEW_NUMBERS, len(self._live) // 4)
 
     # --- events -----------------------------------------------------------------------------
 

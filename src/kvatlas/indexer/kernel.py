@@ -1,4 +1,4 @@
-"""All compiled code: the block table, the holder sets, and the walks over both.
+"""The compiled code of the index: the block table, the holder sets, and the walks over both.
 
     block table, one cell a block                      holder sets, one row a distinct set
     cell     0     1     2     3                       row     0      1         2
@@ -31,9 +31,9 @@ Invariants, kept by every kernel that returns:
 - `seek` finds every row that is in use under rows[r, HASH], the XOR of its mixed words;
 - the memo is only a cache, and names no freed row.
 
-Every integer in here is a uint64: met by an int64, a key above 2**63 turns negative. All kernels
-stay in this one file, because numba's cache notices a change of the file it compiled, not of a file
-that one calls into. numba is imported nowhere else.
+Every integer in here is a uint64: met by an int64, a key above 2**63 turns negative. These kernels
+call none outside this file, because numba's cache notices a change of the file it compiled, not of
+one that this calls into. numba is imported nowhere else; other kernels use `compiled`.
 """
 
 import sys

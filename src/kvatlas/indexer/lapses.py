@@ -1,5 +1,6 @@
 """Which leases have ended for long enough to count; pure, called by the index service."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from kvatlas.events.leases import LeaseChange
@@ -10,8 +11,8 @@ class LeaseLapses:
     """Follows the leases, and says whose is missing for too long.
 
     A lease that was seen to end counts after `ended_seconds`, one that never was there after
-    `missing_seconds`. Nothing counts in the first `settling_seconds` after a connect, when holders
-    whose leases ran out during an outage take them again.
+    `missing_seconds`. In the first `settling_seconds` after a connect holders whose leases ran out
+    during an outage take them again: then only a lease counts that was renewed after the connect.
     """
 
     def __init__(
@@ -24,6 +25,8 @@ class LeaseLapses:
         self._held: dict[InstanceId, int] = {}
         #: instances whose lease was seen to end and not to begin again
         self._ended: set[InstanceId] = set()
+        #: told to be alive since the connect: the first time may be the state that was found
+        self._tellings: Counter[InstanceId] = Counter()
         #: (instance, epoch) without a lease -> since when
         self._missing: dict[tuple[InstanceId, int], float] = {}
 
@@ -31,6 +34,7 @@ class LeaseLapses:
         """Take in what a lease did."""
         if change.kind == "alive" and change.epoch is not None:
             self._held[change.instance] = change.epoch
+            self._tellings[change.instance] += 1
             self._ended.discard(change.instance)
         else:
             self._held.pop(change.instance, None)
@@ -43,15 +47,20 @@ class LeaseLapses:
         if not is_connected:
             self._connected_at = None
             self._missing.clear()
+            self._tellings.clear()
             return []
         if self._connected_at is None:
             self._connected_at = now
         without = [(name, epoch) for name, epoch in alive if self._held.get(name, 0) < epoch]
         self._missing = {each: self._missing.get(each, now) for each in without}
         self._ended.intersection_update(name for name, _ in without)
-        if now - self._connected_at < self._settling_seconds:
-            return []
-        return [each for each in without if now - self._missing[each] >= self._grace(each[0])]
+        is_settling = now - self._connected_at < self._settling_seconds
+        return [
+            each
+            for each in without
+            if now - self._missing[each] >= self._grace(each[0])
+            and (not is_settling or self._tellings[each[0]] > 1)
+        ]
 
     def _grace(self, instance: InstanceId) -> float:
         return self._ended_seconds if instance in self._ended else self._missing_seconds

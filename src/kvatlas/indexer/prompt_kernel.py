@@ -6,8 +6,7 @@
 u32 words, 20 bytes or more: a parent and the tokens of a block. Equal to schemas.hashing, which is
 the judge, and several times as fast, since a prompt is one call.
 
-Every integer is a uint64 or a uint32. Nothing here calls into another file: see kernel.py. The
-`_words` of the secret are read at any byte, so they stand as a table by byte offset.
+Words are uint64 or uint32. Nothing compiled here calls into another file: see kernel.py for why.
 """
 
 import sys
@@ -54,6 +53,8 @@ SHIFT_37, SHIFT_47 = np.uint64(37), np.uint64(47)
 SWAP_8, SWAP_16 = np.uint64(0x00FF_00FF_00FF_00FF), np.uint64(0x0000_FFFF_0000_FFFF)
 MAX_TOKEN = np.uint64(2**32 - 1)
 TEN = np.uint64(10)
+#: more than 11 digits, so that what is cut off was too long before
+ELEVEN_DIGITS = np.uint64(2**37 - 1)
 PARENT_WORDS = 4
 #: whether the kernels are worth calling: as plain Python they are slower than their judge
 IS_FAST = IS_COMPILED and sys.byteorder == "little"
@@ -234,27 +235,30 @@ def hash_blocks(tokens: U32, block_tokens: int, parent: U64, hashes: U64) -> Non
 
 
 @compiled()
-def read_tokens(text: U8, tokens: U32) -> int:
-    """Read a JSON array of integers; return how many, or -1 for anything but u32 in it.
+def read_tokens(text: U8, tokens: U32) -> tuple[int, int]:
+    """Read the JSON array of u32 that the text begins with; return how many, and where its `]` is.
 
-    `text` is valid JSON. `tokens` has room for one token per two bytes of it.
+    Zero for anything else, and for space behind a number, which nobody writes. `tokens` has room
+    for one token per two bytes of text.
     """
-    count, value, digits = 0, ZERO, 0
+    count, digits, value = 0, 0, ZERO
     for at in range(1, text.size):
         byte = text[at]
         if 48 <= byte <= 57:
+            value = (value * TEN + np.uint64(byte - np.uint8(48))) & ELEVEN_DIGITS
             digits += 1
-            if digits <= 10:
-                value = value * TEN + np.uint64(byte - np.uint8(48))
         elif byte in (44, 93):  # , ]
-            if digits == 0 or digits > 10 or value > MAX_TOKEN:
-                return -1
-            tokens[count] = np.uint32(value)
+            has_leading_zero = digits > 1 and text[np.uint64(at - digits)] == 48
+            if digits == 0 or digits > 10 or value > MAX_TOKEN or has_leading_zero:
+                break
+            tokens[np.uint64(count)] = np.uint32(value)
             count += 1
-            value, digits = ZERO, 0
-        elif byte not in (32, 9, 10, 13):
-            return -1
-    return count
+            if byte == 93:
+                return count, at
+            digits, value = 0, ZERO
+        elif digits > 0 or byte not in (32, 9, 10, 13):
+            break
+    return 0, 0
 
 
 _SIGNATURES: list[tuple[Any, str]] = [
@@ -263,7 +267,10 @@ _SIGNATURES: list[tuple[Any, str]] = [
         "void(Array(uint32, 1, 'C', readonly=True), int64, "
         "Array(uint64, 1, 'C', readonly=True), uint64[::1])",
     ),
-    (read_tokens, "int64(Array(uint8, 1, 'C', readonly=True), uint32[::1])"),
+    (
+        read_tokens,
+        "UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True), uint32[::1])",
+    ),
 ]
 
 
@@ -284,10 +291,11 @@ def hash_chain(parent: bytes, tokens: bytes, block_tokens: int) -> bytes:
     return hashes.tobytes()
 
 
-def read_token_list(text: bytes | memoryview) -> bytes | None:
-    """Return the token ids of a valid JSON array as packed u32, None if there is anything else."""
-    if len(text) < 3 or text[0] != 91:
-        return None
-    tokens = np.empty(len(text) // 2 + 1, np.uint32)
-    count = int(read_tokens(np.frombuffer(text, np.uint8), tokens))
-    return None if count < 1 else tokens[:count].tobytes()
+def read_token_list(text: bytes, begin: int = 0) -> tuple[bytes, int] | None:
+    """Return the JSON array of token ids that begins at a `[` as packed u32, and where it ends.
+
+    None if it is empty, no valid JSON, has anything but u32 in it, or space behind a number.
+    """
+    tokens = np.empty((len(text) - begin) // 2 + 1, np.uint32)
+    count, end = read_tokens(np.frombuffer(text, np.uint8)[begin:], tokens)
+    return (tokens[:count].tobytes(), begin + end + 1) if count else None

@@ -61,8 +61,8 @@ class ServiceSettings(Struct, frozen=True):
     lease_ended_seconds: float = 1.0
     #: the same for an instance that was never seen with a lease
     lease_missing_seconds: float = 30.0
-    #: nobody is declared dead this soon after a connect; below the interval of renewals, an outage
-    #: longer than a lease's time to live kills the whole fleet
+    #: this soon after a connect only who renewed a lease since is declared dead; below the interval
+    #: of renewals, an outage longer than a lease's time to live kills the whole fleet
     lease_settling_seconds: float = 10.0
     #: a first request for an inventory waits up to this, so that replicas do not ask at once
     inventory_jitter_seconds: float = 0.2

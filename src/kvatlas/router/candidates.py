@@ -45,6 +45,18 @@ class Lineup(NamedTuple):
     #: of each view, equal where KV may be exchanged; 0 where it may not
     kv_class_of: tuple[int, ...]
 
+    def without(self, avoided: frozenset[InstanceId]) -> "Lineup":
+        """Return the lineup less those, unless nobody would be left."""
+        kept = [n for n, view in enumerate(self.views) if view.instance not in avoided]
+        if not kept or len(kept) == len(self.views):
+            return self
+        return self._replace(
+            views=tuple(self.views[n] for n in kept),
+            infos=tuple(self.infos[n] for n in kept),
+            group_of=tuple(self.group_of[n] for n in kept),
+            kv_class_of=tuple(self.kv_class_of[n] for n in kept),
+        )
+
 
 class Gathered(NamedTuple):
     """All about the candidates of a request; the tuples are in one order."""
@@ -68,12 +80,16 @@ class Candidates:
         #: without a salt only, so that no salt outlives its request
         self._hashers: OrderedDict[GroupKey, BlockHasher] = OrderedDict()
 
-    def gather(self, request: ScoreRequest, now: float) -> Gathered:
-        """Return who may serve the request.
+    def gather(
+        self, request: ScoreRequest, now: float, avoided: frozenset[InstanceId] = frozenset()
+    ) -> Gathered:
+        """Return who may serve the request, less the avoided if others are left.
 
         Raises UnknownModel, InvalidRequest (an adapter that nobody has) and NoCandidate.
         """
         lineup = self._lineup(request.model, request.lora)
+        if avoided:
+            lineup = lineup.without(avoided)
         chains = tuple(self._chain(key, request) for key in lineup.groups)
         held: list[dict[InstanceId, tuple[int, int, int, int, int]]] = []
         predicted: dict[Life, int] = {}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from kvatlas.indexer import prompt_kernel
 from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedContentType
@@ -89,18 +89,6 @@ class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_candidates: NumCandidates | None = None
 
 
-class _QuickScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """ScoreBody with its token list left as text, which need not become Python integers."""
-
-    model: Name
-    token_ids: Raw = Raw()
-    token_ids_b64: bytes | None = None
-    lora: Name | None = None
-    cache_salt: Salt | None = None
-    extras: Annotated[list[ExtraBody], Meta(max_length=MAX_EXTRAS)] = []
-    max_candidates: NumCandidates | None = None
-
-
 class Report(Struct, frozen=True, forbid_unknown_fields=True):
     """What became of a routed request, or of its prefill; what is left out is unknown.
 
@@ -119,7 +107,6 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True):
 
 _Body = TypeVar("_Body")
 _score_json = msgspec.json.Decoder(ScoreBody)
-_quick_score_json = msgspec.json.Decoder(_QuickScoreBody)
 _score_msgpack = msgspec.msgpack.Decoder(PackedScoreBody)
 _report_json = msgspec.json.Decoder(Report)
 _report_msgpack = msgspec.msgpack.Decoder(Report)
@@ -127,7 +114,7 @@ _report_msgpack = msgspec.msgpack.Decoder(Report)
 
 def decode_score_request(body: bytes, content_type: str, settings: RouterSettings) -> ScoreRequest:
     """Return the request in a body; raises InvalidRequest and its kinds."""
-    parsed: ScoreBody | PackedScoreBody | _QuickScoreBody
+    parsed: ScoreBody | PackedScoreBody
     if not _is_json(content_type):
         parsed = _decode(_score_msgpack, body)
         packed, packed_field = parsed.tokens, "tokens"
@@ -162,16 +149,31 @@ def decode_report(body: bytes, content_type: str) -> Report:
     return _decode(_report_json if _is_json(content_type) else _report_msgpack, body)
 
 
-def _read_quickly(body: bytes) -> tuple[_QuickScoreBody, bytes] | None:
-    """Return a body whose token list has nothing but token ids, and these; None for any other."""
+_TOKEN_IDS = re.compile(rb'"token_ids"[ \t\r\n]*:[ \t\r\n]*$')
+#: how far before a list its name is looked for
+_NAME_BYTES = 64
+
+
+def _read_quickly(body: bytes) -> tuple[ScoreBody, bytes] | None:
+    """Return a body and its token ids without making Python integers of them.
+
+    The list is cut out and read by itself, a null stands in its place. None unless it is the first
+    list in the body, has token ids only, and the rest is a valid body with no other tokens.
+    """
+    begin = body.find(b"[")
+    if begin < 0 or not _TOKEN_IDS.search(body[max(begin - _NAME_BYTES, 0) : begin]):
+        return None
+    read = prompt_kernel.read_token_list(body, begin)
+    if read is None:
+        return None
+    tokens, end = read
     try:
-        parsed = _quick_score_json.decode(body)
+        parsed = _score_json.decode(body[:begin] + b"null" + body[end:])
     except (msgspec.DecodeError, RecursionError):
         return None
-    if parsed.token_ids_b64 is not None:
+    if parsed.token_ids is not None or parsed.token_ids_b64 is not None:
         return None
-    tokens = prompt_kernel.read_token_list(memoryview(parsed.token_ids))
-    return None if tokens is None else (parsed, tokens)
+    return parsed, tokens
 
 
 def _is_json(content_type: str) -> bool:

@@ -20,6 +20,7 @@ from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.service import Lag
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
 from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
+from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Load, Loads
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.plans import plan_for
@@ -138,6 +139,9 @@ class RouterService:
         self.policy = policy or policy_named(self.settings.policy, self.settings)
         self.loads = Loads(self.settings)
         self.overlay = Overlay(self.settings.predicted_seconds)
+        self.failures = Failures(
+            self.settings.failure_pause_seconds, self.settings.max_failure_pause_seconds
+        )
         self.log: DecisionLog = log or MemoryDecisionLog(self.settings)
         self._candidates = Candidates(index, self.loads, self.overlay, fleet_key)
         self._clock, self._wall_ns = clock, wall_ns
@@ -226,11 +230,17 @@ class RouterService:
             raise UnknownDecision(decision_id)
         if report.failed:
             self.overlay.withdraw(decision_id)
+        if decision is not None:
+            instance = InstanceId(decision.chosen.worker, decision.chosen.rank)
+            if report.failed:
+                self.failures.failed(instance, self._clock())
+            else:
+                self.failures.succeeded(instance)
         return Outcome(decision, applied)
 
     def _ask(self, request: ScoreRequest, now: float) -> tuple[Gathered, Question]:
         try:
-            gathered = self._candidates.gather(request, now)
+            gathered = self._candidates.gather(request, now, self.failures.avoided(now))
         except UnknownModel:
             if self.feed.is_ready:
                 raise

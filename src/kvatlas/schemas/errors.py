@@ -251,6 +251,9 @@ class Fenced(Conflict):
 class ArchiveMismatch(Conflict):
     """An archive holds another log than the one that it is to follow."""
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: the archive holds another log; keep both or neither")
+
 
 class ArchiveNewer(Conflict):
     """An archive's schema is of a later version than this reader knows."""

@@ -103,6 +103,9 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     dram_ms_per_1k_tokens: NotNegative = 3.0
     ssd_ms_per_1k_tokens: NotNegative = 15.0
     remote_ms_per_1k_tokens: NotNegative = 20.0
+    #: a worker whose request failed is left out this long, doubled each time up to the maximum
+    failure_pause_seconds: NotNegative = 1.0
+    max_failure_pause_seconds: NotNegative = 30.0
     #: a request that is never reported done stops counting as load after this
     request_timeout_seconds: Positive = 600.0
     #: decisions waiting for the broker; more are dropped and counted

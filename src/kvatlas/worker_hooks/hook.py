@@ -32,6 +32,7 @@ class WorkerHook:
         self._held: Callable[[], Iterator[RawStored]] | None = None
         self._listing: Iterator[RawStored] | None = None
         self._listings_begun = 0
+        self._is_closed = False
         self.num_appended = 0
         self.num_rejected = 0
 
@@ -90,11 +91,14 @@ class WorkerHook:
 
     def pump(self) -> None:
         """Go on with a listing that the sidecar wants. An idle engine calls it now and then."""
+        if self._is_closed:
+            return
         if self._listing is not None or self._ring.listings_wanted != self._listings_begun:
             self._list_some()
 
     def close(self) -> None:
-        """Let go of the ring."""
+        """Let go of the ring; what is said afterwards is counted as rejected."""
+        self._is_closed = True
         self._ring.close()
 
     def _append(self, event: RawEvent) -> None:
@@ -102,18 +106,22 @@ class WorkerHook:
             self.pump()
 
     def _append_only(self, event: RawEvent) -> bool:
+        if self._is_closed:
+            self.num_rejected += 1
+            return False
         try:
             record = encode_raw(event)
         except (TypeError, ValueError, OverflowError):
             self.num_rejected += 1
             return False
-        self.num_appended += 1
-        return self._ring.append(record)
+        is_appended = self._ring.append(record)
+        self.num_appended += is_appended
+        return is_appended
 
     def _list_some(self) -> None:
         if self._ring.listings_wanted != self._listings_begun:
             self._listings_begun = self._ring.listings_wanted
-            self._listing = self._held() if self._held is not None else iter(())
+            self._listing = self._held_blocks()
         assert self._listing is not None
         for _ in range(_LISTED_PER_CALL):
             if self._ring.waiting_bytes > self._ring.capacity // 2:
@@ -128,6 +136,10 @@ class WorkerHook:
                 self._end_listing(complete=False)
                 return
             self._append_only(block)
+
+    def _held_blocks(self) -> Iterator[RawStored]:
+        if self._held is not None:
+            yield from self._held()
 
     def _end_listing(self, *, complete: bool) -> None:
         self._listing = None

@@ -29,6 +29,7 @@ class KeyWriter(Protocol):
 
     async def put(self, key: str, value: bytes) -> object:
         """Store the value under the key."""
+        ...
 
 
 class SlotDirectory:

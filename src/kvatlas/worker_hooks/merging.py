@@ -4,12 +4,13 @@ from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import BlockRemoved, BlockStored, KvEvent
 
-#: blocks of one merged event: 64 KiB of hashes
+#: bounds of one event, far below what a broker accepts by default (1 MiB)
 MAX_EVENT_BLOCKS = 4096
+MAX_EVENT_TOKEN_BYTES = 256 * 1024
 
 
 class EventMerger:
-    """Collects events in order and joins those that say one thing.
+    """Collects events in order, joins those that say one thing and cuts those that are too large.
 
     A store joins the one before it if it continues its chain, a removal if it is of the same root
     and tier. Nothing changes places.
@@ -25,27 +26,38 @@ class EventMerger:
         self._hashes: list[bytes] = []
         self._tokens: list[bytes] = []
         self._last_hash = b""
-        self._num_bytes = 0
+        #: more that fits into the event
+        self._room_blocks = self._room_token_bytes = 0
 
     def stored(
         self, root: bytes, parent: bytes, hashes: bytes, tier: Tier, tokens: bytes | None
     ) -> None:
         """Add blocks that are held now; the first one's parent is `parent`."""
-        if not (
-            self._kind == "stored"
-            and self._last_hash == parent
-            and self._root == root
-            and self._tier is tier
-            and bool(self._tokens) == (tokens is not None)
-            and self._num_bytes + len(hashes) <= MAX_EVENT_BLOCKS * BLOCK_HASH_BYTES
-        ):
-            self._begin("stored", root, tier)
-            self._parent = parent
-        self._hashes.append(hashes)
-        self._num_bytes += len(hashes)
-        self._last_hash = hashes[-BLOCK_HASH_BYTES:]
-        if tokens is not None:
-            self._tokens.append(tokens)
+        num_blocks = len(hashes) // BLOCK_HASH_BYTES
+        block_bytes = 0 if tokens is None else len(tokens) // num_blocks
+        first = 0
+        while first < num_blocks:
+            if not (
+                self._kind == "stored"
+                and self._last_hash == parent
+                and self._root == root
+                and self._tier is tier
+                and bool(self._tokens) == (tokens is not None)
+                and self._room_blocks > 0
+                and self._room_token_bytes >= block_bytes
+            ):
+                self._begin("stored", root, tier)
+                self._parent = parent
+            fitting = self._room_token_bytes // block_bytes if block_bytes else num_blocks
+            end = min(first + self._room_blocks, first + max(fitting, 1), num_blocks)
+            part = hashes[BLOCK_HASH_BYTES * first : BLOCK_HASH_BYTES * end]
+            self._hashes.append(part)
+            self._room_blocks -= end - first
+            parent = self._last_hash = part[-BLOCK_HASH_BYTES:]
+            if tokens is not None:
+                self._tokens.append(tokens[block_bytes * first : block_bytes * end])
+                self._room_token_bytes -= block_bytes * (end - first)
+            first = end
 
     def removed(self, root: bytes, block_hash: bytes, tier: Tier) -> None:
         """Add a block that is no longer held."""
@@ -53,10 +65,11 @@ class EventMerger:
             self._kind == "removed"
             and self._root == root
             and self._tier is tier
-            and len(self._hashes) < MAX_EVENT_BLOCKS
+            and self._room_blocks > 0
         ):
             self._begin("removed", root, tier)
         self._hashes.append(block_hash)
+        self._room_blocks -= 1
 
     def other(self, event: KvEvent) -> None:
         """Add an event that joins no other."""
@@ -72,6 +85,7 @@ class EventMerger:
     def _begin(self, kind: str, root: bytes, tier: Tier) -> None:
         self._finish()
         self._kind, self._root, self._tier = kind, root, tier
+        self._room_blocks, self._room_token_bytes = MAX_EVENT_BLOCKS, MAX_EVENT_TOKEN_BYTES
 
     def _finish(self) -> None:
         hashes = b"".join(self._hashes)
@@ -81,4 +95,4 @@ class EventMerger:
             self._done.append(BlockStored(self._root, hashes, parent, self._tier, tokens))
         elif self._kind == "removed":
             self._done.append(BlockRemoved(self._root, hashes, self._tier))
-        self._kind, self._hashes, self._tokens, self._num_bytes = "", [], [], 0
+        self._kind, self._hashes, self._tokens = "", [], []

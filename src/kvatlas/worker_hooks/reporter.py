@@ -14,6 +14,9 @@ from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import RawEvent, RawListed, RawLost, decode_raw
 from kvatlas.worker_hooks.ring import Lost
 
+#: an engine that changes under its own listing is asked again so often
+MAX_LISTING_RETRIES = 3
+
 
 class Reporter:
     """Puts what changed into the outbox, and what is held whenever that is in doubt."""
@@ -23,6 +26,8 @@ class Reporter:
         #: first sequence of the last inventory
         self._inventory_seq = 0
         self._num_malformed = 0
+        #: listings in a row that the engine could not finish
+        self._num_failed_listings = 0
 
     def report(self, records: Iterable[bytes | Lost], writer_lists: bool) -> bool:
         """Report what the ring gave; return whether the engine has to list what it holds.
@@ -39,8 +44,11 @@ class Reporter:
                     wants_listing = writer_lists
                     if not writer_lists:
                         self.put_inventory()
-                case RawListed():
+                case RawListed(complete):
                     self.put_digests()
+                    self._num_failed_listings = 0 if complete else self._num_failed_listings + 1
+                    if writer_lists and 0 < self._num_failed_listings <= MAX_LISTING_RETRIES:
+                        wants_listing = True
                 case _:
                     pass
         return wants_listing

@@ -4,6 +4,7 @@ The only module that imports nixl, loaded by the transfer process alone. NIXL's 
 pickled descriptors are never used.
 """
 
+import importlib
 import logging
 import os
 from typing import Any
@@ -35,16 +36,16 @@ class Nixl:
 
     def __init__(self) -> None:
         try:
-            from nixl import _api, _bindings
+            self._api: Any = importlib.import_module("nixl._api")
+            bindings = importlib.import_module("nixl._bindings")
         except ImportError as error:
             raise TransportUnavailable(f"nixl cannot be imported: {error}") from error
         if "NIXL_LOG_LEVEL" not in os.environ:
             logging.getLogger("nixl").setLevel(logging.WARNING)  # else INFO goes to stdout
-        self._api = _api
         #: every exception of the driver; they share no base
         self.errors: tuple[type[Exception], ...] = tuple(
             value
-            for name, value in sorted(vars(_bindings).items())
+            for name, value in sorted(vars(bindings).items())
             if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
         )
 

@@ -62,9 +62,11 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """The word for this transport on the wire."""
+        ...
 
     async def connect(self, source: SourceRef, deadline_seconds: float) -> ReadStatus:
         """Prepare for reads, so that the first does not pay for it. Optional, idempotent."""
+        ...
 
     async def read(
         self, source: SourceRef, rows: Sequence[Row], deadline_seconds: float
@@ -75,6 +77,7 @@ class Transport(Protocol):
         does. Bytes may arrive after a read that timed out or was cancelled: its places are then in
         quarantine, given to nobody until the transfer is over.
         """
+        ...
 
 
 class Source(Protocol):
@@ -83,12 +86,15 @@ class Source(Protocol):
     @property
     def reference(self) -> SourceRef | None:
         """How peers reach this source; another after it had to start again, None meanwhile."""
+        ...
 
     def rows(self, places: Sequence[int]) -> list[Row]:
         """Return where peers find the bytes of these places of the pool."""
+        ...
 
     def expect_reads(self, seconds: float) -> None:
         """Be quick to answer peers for at least so long; 0: no read is expected any more."""
+        ...
 
 
 class Bounce:
