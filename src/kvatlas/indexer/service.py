@@ -53,12 +53,12 @@ class ServiceSettings(Struct, frozen=True):
     """How patient the service is."""
 
     #: how often the broker is asked for the log's end; rare makes `lag` coarse
-    poll_seconds: float = 1.0
+    poll_seconds: float = 0.5
     #: silent for this long by the broker's clock is `stale`; below the interval of digests, live
     #: instances look stale between them
     stale_seconds: float = 15.0
     #: an ended lease counts after this, unless it is taken again
-    lease_ended_seconds: float = 1.0
+    lease_ended_seconds: float = 0.5
     #: the same for an instance that was never seen with a lease
     lease_missing_seconds: float = 30.0
     #: this soon after a connect only who renewed a lease since is declared dead; below the interval

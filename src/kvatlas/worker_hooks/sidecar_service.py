@@ -68,6 +68,9 @@ RETRY_SECONDS = 0.2
 REFUSED_SECONDS = 1.0
 #: an expired instance does not come back faster than this
 MIN_EPOCH_SECONDS = 1.0
+#: what an index needs to act on an ended lease; the key lives that much shorter, so that a worker's
+#: blocks leave the answers within its lease time
+NOTICE_SECONDS = 1.0
 
 #: why a sidecar ended that a newer epoch has replaced
 FENCED = "fenced"
@@ -205,7 +208,7 @@ class Sidecar:
             began = time.monotonic()
             epoch = await self._new_epoch()
             keys = self._bus.keys(LEASES_BUCKET)
-            ttl_seconds = self._options.lease_ttl_seconds
+            ttl_seconds = max(self._options.lease_ttl_seconds - NOTICE_SECONDS, 1.0)
             try:
                 async with LeaseKeeper(
                     keys, self._instance, epoch, self._on_fenced, ttl_seconds=ttl_seconds
