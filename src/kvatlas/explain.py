@@ -34,7 +34,7 @@ class Explanation(Struct, frozen=True):
 
     decision: Decision
     runner_up: Comparison | None
-    #: the chosen one is not the cheapest by cost: the policy has other reasons
+    #: nobody recorded costs less; if somebody does, the policy has other reasons than cost
     is_cheapest: bool
     #: what makes the index's part in this doubtful, in words
     doubts: tuple[str, ...]

@@ -9,7 +9,7 @@ GET  /health
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from kvatlas.http_server import http_server
 from kvatlas.schemas.digest import digest_of
-from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, Unavailable
+from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, SidecarEnded
 from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.routing import Plan
@@ -35,10 +35,6 @@ from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 MSGPACK = "application/x-msgpack"
-
-
-class SidecarEnded(Unavailable):
-    """A sidecar ended before its worker did."""
 
 
 class WorkerOptions(Struct, frozen=True):
@@ -91,7 +87,7 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
 
 
 @contextlib.contextmanager
-def _folder(options: WorkerOptions) -> Any:
+def _folder(options: WorkerOptions) -> Generator[Path, None, None]:
     """Yield where the worker's files lie: given, or in shared memory and gone afterwards."""
     if options.folder:
         Path(options.folder).mkdir(parents=True, exist_ok=True)

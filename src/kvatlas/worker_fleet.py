@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvatlas.indexer.service import IndexService
 from kvatlas.reference_worker import shared_memory_folder
-from kvatlas.schemas.errors import Unavailable
+from kvatlas.schemas.errors import WorkerNotStarted
 from kvatlas.schemas.settings import Settings
 
 START_SECONDS = 60.0
@@ -21,10 +21,6 @@ STOP_SECONDS = 15.0
 LOOK_SECONDS = 0.05
 
 _logger = logging.getLogger(__name__)
-
-
-class WorkerNotStarted(Unavailable):
-    """A reference worker ended, or did not introduce itself in time."""
 
 
 class EngineOptions(Struct, frozen=True):

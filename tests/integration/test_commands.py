@@ -156,7 +156,7 @@ async def test_a_sidecar_runs_apart_from_its_engine(tmp_path: Path) -> None:
         (["archive", "--nats", "nats://127.0.0.1:1"], 1, "archive.url"),
         (["serve", "--set", "router.prot=1"], 1, "unknown; known are"),
         (["serve", "--set", "router.port"], 1, "SECTION.KEY=VALUE"),
-        (["serve", "--policy", "best"], 1, "no policy 'best'; known:"),
+        (["serve", "--port", "0", "--policy", "best"], 1, "no policy 'best'; known:"),
         (["serve", "--archive", "nonsense://x"], 1, "known databases are sqlite"),
         (["demo", "--workers", "0"], 2, "--workers"),
         (["demo", "--trace", "absent.jsonl"], 1, "absent.jsonl"),

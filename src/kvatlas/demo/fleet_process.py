@@ -11,14 +11,10 @@ from typing import Any
 import aiohttp
 from msgspec import Struct
 
-from kvatlas.schemas.errors import Unavailable
+from kvatlas.schemas.errors import FleetNotStarted
 
 START_SECONDS = 90.0
 STOP_SECONDS = 20.0
-
-
-class FleetNotStarted(Unavailable):
-    """The fleet's process ended, or was not ready in time; the text has its last words."""
 
 
 class FleetAddress(Struct, frozen=True):

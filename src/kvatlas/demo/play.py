@@ -10,14 +10,10 @@ import msgspec
 
 from kvatlas.demo.outcomes import Outcome
 from kvatlas.demo.prompts import PlayedRequest
-from kvatlas.schemas.errors import Unavailable
+from kvatlas.schemas.errors import RequestLost
 
 MSGPACK = {"content-type": "application/x-msgpack"}
 MAX_RETRIES = 20
-
-
-class RequestLost(Unavailable):
-    """A request found no living worker however often it was tried."""
 
 
 async def play(

@@ -74,7 +74,7 @@ class KeyChange(Struct, frozen=True, gc=False):
 OnMessage = Callable[[Message], None]
 OnHole = Callable[[int, int], None]
 OnConnection = Callable[[bool], None]
-Handler = Callable[[bytes], Awaitable[bytes]]
+OnRequest = Callable[[bytes], Awaitable[bytes]]
 
 
 class Subscription(Protocol):
@@ -229,7 +229,7 @@ class Bus(Protocol):
         """
         ...
 
-    async def serve(self, subject: str, handler: Handler) -> Subscription:
+    async def serve(self, subject: str, handler: OnRequest) -> Subscription:
         """Answer requests, many at a time, until closed; what a handler raises is answered.
 
         Returns when requests arrive. Open requests are cancelled by `close`.

@@ -1,4 +1,4 @@
-"""Bytes on the bus to batches and back; the only place that sees raw payloads.
+"""Payloads of the log to batches and control records, and back.
 
 A batch is decoded in one typed pass. Only where that fails is it taken apart, so that one bad event
 costs itself and never its neighbours.

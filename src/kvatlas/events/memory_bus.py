@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, Self
 
 from kvatlas.events.bus import (
-    Handler,
     Message,
     OnConnection,
     OnHole,
     OnMessage,
+    OnRequest,
     StreamDifference,
     StreamSpec,
 )
@@ -208,7 +208,7 @@ class MemoryBus:
         except TimeoutError as error:
             raise RequestTimedOut(f"{subject}: no answer within {timeout_seconds} s") from error
 
-    async def serve(self, subject: str, handler: Handler) -> "_MemoryService":
+    async def serve(self, subject: str, handler: OnRequest) -> "_MemoryService":
         self.check_connected()
         service = _MemoryService(self, self._broker.services(subject), subject, handler)
         self.own(service)
@@ -360,7 +360,7 @@ class _MemoryService:
     """The `Subscription` of `serve` within one process."""
 
     def __init__(
-        self, bus: MemoryBus, services: "list[_MemoryService]", subject: str, handler: Handler
+        self, bus: MemoryBus, services: "list[_MemoryService]", subject: str, handler: OnRequest
     ) -> None:
         self._bus, self._services = bus, services
         self._subject, self._handler = subject, handler

@@ -12,11 +12,11 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from nats.js.errors import BadRequestError, NotFoundError
 
 from kvatlas.events.bus import (
-    Handler,
     Message,
     OnConnection,
     OnHole,
     OnMessage,
+    OnRequest,
     StreamDifference,
     StreamSpec,
 )
@@ -53,6 +53,7 @@ class NatsBus:
         follow        $JS.API.STREAM.INFO.S, $JS.API.CONSUMER.CREATE.S.>, $JS.FC.S.>
         read_range    $JS.API.CONSUMER.CREATE.S.>, $JS.API.CONSUMER.MSG.NEXT.S.>
         keys          $KV.B.>, $JS.API.STREAM.MSG.GET.KV_B; to watch, as follow of KV_B
+        to make one   $JS.API.STREAM.CREATE.S or .KV_B, for whoever is there first
         serve         _INBOX.> (answers)
     """
 
@@ -223,7 +224,7 @@ class NatsBus:
             raise RequestFailed(f"{subject}: {answer.headers[ERROR_HEADER]}")
         return answer.data
 
-    async def serve(self, subject: str, handler: Handler) -> NatsService:
+    async def serve(self, subject: str, handler: OnRequest) -> NatsService:
         service = NatsService(self._connection, subject, handler)
         self._own(service)
         await service.start()

@@ -158,10 +158,11 @@ class NatsConnection:
                 return await _unless(gone, exchange(client), what)
         except DRIVER_ERRORS as error:
             if isinstance(error, TimeoutError):
+                if self._client is None:
+                    away = f"{what}: no connection to the broker in {timeout_seconds} s"
+                    raise BusUnavailable(away) from error
                 late = f"{what}: no answer within {timeout_seconds} s"
-                raise (
-                    RequestTimedOut(late) if self._client else BusUnavailable("the broker is away")
-                ) from error
+                raise RequestTimedOut(late) from error
             raise translate(error, what) from error
 
     async def settle(self, client: Client) -> None:

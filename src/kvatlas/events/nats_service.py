@@ -9,7 +9,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvatlas.events.bus import Handler
+from kvatlas.events.bus import OnRequest
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS
 from kvatlas.schemas.errors import BusUnavailable
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 class NatsService:
     """The `Subscription` of `serve`."""
 
-    def __init__(self, connection: NatsConnection, subject: str, handler: Handler) -> None:
+    def __init__(self, connection: NatsConnection, subject: str, handler: OnRequest) -> None:
         self._connection, self._subject, self._handler = connection, subject, handler
         #: requests being answered
         self._open: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""Order within an instance's stream of batches."""
+"""Order within an instance's stream of batches; pure, asked by `IndexState` for each batch."""
 
 from enum import StrEnum
 from typing import NamedTuple

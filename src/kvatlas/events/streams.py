@@ -20,7 +20,7 @@ def events_stream(
     """Return the spec of the log: everything that changes index state, in one total order.
 
     One message of 64 blocks takes about 1.2 KB. Inventories must come more often than
-    `max_age_seconds`, or a new reader without a snapshot starts from unknown history.
+    `max_age_seconds`, or a new reader never gets out of unknown history.
     """
     return StreamSpec(
         name=KV_EVENTS,

@@ -46,8 +46,8 @@ class FlatRadixIndex:
     an event waits longer for a split (50 us at 4,096 cells). `first_segments` are there at once.
     `set_rows` and `set_words` are the room for holder sets at first. All four are powers of two.
 
-    For now an index is used from one thread: kernels run without the interpreter lock, and nothing
-    in here is locked. A sweep, which reclaims what forgotten instances held, is O(index).
+    An index is used from one thread: kernels run without the interpreter lock, and nothing in here
+    is locked. A sweep, which reclaims what forgotten instances held, is O(index).
     """
 
     def __init__(
@@ -239,8 +239,6 @@ class FlatRadixIndex:
         num_holders = np.zeros(len(self._rows), np.uint32)
         kernel.count_holders(self._rows, self._words, self._masks, num_holders, self._state)
         return num_holders
-
-    # --- checks -----------------------------------------------------------------------------
 
     def _check_instance(self, instance: int) -> None:
         if instance not in self._live:

@@ -38,6 +38,7 @@ class InventoryRequests:
         self._free = asyncio.Semaphore(max_requests)
         #: instances with a task of their own, or about to get one
         self._wanted: set[InstanceId] = set()
+        #: those of `_wanted` without a task yet, so it needs no bound of its own
         self._news: asyncio.Queue[InstanceId] = asyncio.Queue()
         self.num_requests = 0
         self.num_failed_requests = 0

@@ -121,6 +121,7 @@ class IndexService:
         self._newest_ns, self._newest_at = 0, 0.0
         #: publish to fold in ns, of the latest live messages
         self._delays_ns: deque[int] = deque(maxlen=4096)
+        #: at most one for each epoch of an instance: the fold proposes an expiry once
         self._records: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self.num_control_records = 0
 

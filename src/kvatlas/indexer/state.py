@@ -4,7 +4,7 @@
                          (epoch before sequence)       of the instance         [effects]
 
 No I/O, no clock, no logger: the live service and a replay run exactly this, so equal histories give
-equal `state_digest`. What changes with time alone (silence, lag) is laid over it in overlay.py.
+equal `state_digest`. What changes with time alone (silence, lag) is laid over it in live.py.
 """
 
 import msgspec

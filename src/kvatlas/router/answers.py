@@ -12,7 +12,7 @@ from kvatlas.schemas.routing import CandidateScore, Plan
 class IndexAge(Struct, frozen=True):
     """How far the index behind an answer may be believed.
 
-    `stream_sequence` is the last event folded in. `index_age_ms` is the time since the index was
+    `stream_sequence` is the last message folded in. `index_age_ms` is the time since the index was
     known to be up to date: near zero while `connected`, and rising while the broker is away.
     """
 

@@ -55,7 +55,7 @@ class StatsAnswer(Struct, frozen=True):
     rejected_total: int
     #: equal for readers at the same stream sequence, replays included
     state_digest: str
-    #: from the broker's store to the index, of the latest events; empty before any
+    #: from the broker's store to the index, of the latest messages; empty before any
     convergence_ms: dict[str, float]
     sequences_behind: int
     stream_sequence: int

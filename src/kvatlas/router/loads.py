@@ -158,7 +158,7 @@ class Loads:
         return worker.load
 
     def known(self, instance: InstanceId, now: float) -> Load | None:
-        """Return the load of an instance, None if it was never a candidate."""
+        """Return the load of an instance, None if it was never a candidate or long ago."""
         worker = self._workers.get(instance)
         if worker is None:
             return None

@@ -162,10 +162,10 @@ class StateCollector(Collector):
         yield GaugeMetricFamily("kv_index_blocks", "Distinct blocks", value=stats.num_blocks)
         yield GaugeMetricFamily("kv_index_bytes", "Memory of the index", value=stats.memory_bytes)
         yield GaugeMetricFamily(
-            "kv_index_stream_sequence", "Last event folded in", value=stats.stream_sequence
+            "kv_index_stream_sequence", "Last message folded in", value=stats.stream_sequence
         )
         yield GaugeMetricFamily(
-            "kv_index_lag_sequences", "Known events not folded in", value=lag.stream_sequences
+            "kv_index_lag_sequences", "Known messages not folded in", value=lag.stream_sequences
         )
         yield GaugeMetricFamily(
             "kv_index_age_seconds", "Since the broker was heard", value=lag.seconds_since_contact
@@ -195,7 +195,9 @@ class StateCollector(Collector):
         trust = GaugeMetricFamily(
             "kv_worker_trust", "1 at how far it is believed", labels=[*labels, "trust"]
         )
-        blocks = GaugeMetricFamily("kv_worker_blocks", "Blocks held, by tier", labels=labels)
+        blocks = GaugeMetricFamily(
+            "kv_worker_blocks", "Blocks held, once in each tier that holds them", labels=labels
+        )
         in_flight = GaugeMetricFamily("kv_worker_in_flight", "Requests routed", labels=labels)
         queued = GaugeMetricFamily(
             "kv_worker_queued_seconds", "Predicted prefill queued", labels=labels

@@ -26,8 +26,9 @@ def complete(document: dict[str, Any], decides: bool) -> dict[str, Any]:
         PackedScoreBody,
         ScoreAnswer,
         RouteAnswer,
+        Report,
+        ReportAnswer,
     )
-    types = (*types, Report, ReportAnswer)
     _, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     document["components"] = {"schemas": schemas}
     scoring = _scoring("Score the candidates of a prompt", ScoreAnswer)

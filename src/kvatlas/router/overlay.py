@@ -77,7 +77,7 @@ class Overlay:
             self.num_dropped += 1
 
     def withdraw(self, decision_id: str) -> None:
-        """Take back an expectation: the request failed, or the blocks are known to be there."""
+        """Take back an expectation: the request failed. None of this id is no error."""
         if decision_id in self._entries:
             self._drop(decision_id)
             self.num_withdrawn += 1

@@ -1,4 +1,4 @@
-"""Bodies of requests to typed values; the only place that sees raw request bytes.
+"""Bodies of requests to typed values; nothing behind it sees raw bytes.
 
     JSON     {"model", "token_ids": [ids] | "token_ids_b64": base64 of u32 LE, ...}
     msgpack  {"model", "token_ids": [ids] | "tokens": u32 LE, ...}

@@ -74,11 +74,11 @@ class IndexFeed(Protocol):
 
     @property
     def lag(self) -> Lag:
-        """How far the index is behind, in events and in time."""
+        """How far the index is behind, in messages of the log and in time."""
         ...
 
     def convergence_ms(self) -> dict[str, float]:
-        """Time from the broker's store to the index: p50, p99, max; empty before any event."""
+        """Time from the broker's store to the index: p50, p99, max; empty before any message."""
         ...
 
 
@@ -221,7 +221,7 @@ class RouterService:
         return found
 
     def load_of(self, instance: InstanceId) -> Load | None:
-        """Return the load of an instance as of now, None if it was never a candidate."""
+        """Return the load of an instance as of now, None if it was no candidate lately."""
         return self.loads.known(instance, self._clock())
 
     def _outcome(self, decision_id: str, report: Report, applied: bool) -> Outcome:

@@ -10,7 +10,7 @@ KvatlasError
     InvalidSetting             a setting that is unknown or out of range
     InvalidSubject             a subject outside the grammar
     InvalidTrace               a line of a request trace
-    InvalidRequest             a field of an HTTP request
+    InvalidRequest             a field of a request, over HTTP or on the command line
       PromptTooLarge           more tokens or bytes than the limit
       UnsupportedContentType   a body in a format that is not read
   NotFound                     a name that nothing answers to
@@ -31,6 +31,10 @@ KvatlasError
     EngineStopped              the engine ended while a request was in it
     ArchiveUnavailable         the archive's database does not answer
     PoolUnreadable             a file that is no serve pool, or not yet
+    SidecarEnded               a sidecar ended before its worker did
+    WorkerNotStarted           a reference worker did not come up
+    FleetNotStarted            the demo's fleet did not come up
+    RequestLost                no living worker took a request of the demo
   Conflict                     somebody else was first
     KeyExists                  create of a key that exists
     RevisionConflict           compare-and-set lost
@@ -109,7 +113,7 @@ class InvalidTrace(InvalidInput):
 
 
 class InvalidRequest(InvalidInput):
-    """A field of an HTTP request is wrong; `field` names it."""
+    """A field of a request is wrong; `field` names it."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -216,6 +220,30 @@ class ArchiveUnavailable(Unavailable):
     """The archive's database does not answer or cannot be opened."""
 
 
+class PoolUnreadable(Unavailable):
+    """A file is no serve pool, one of another version, or not ready yet."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"serve pool {path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+class SidecarEnded(Unavailable):
+    """A sidecar ended before its worker did."""
+
+
+class WorkerNotStarted(Unavailable):
+    """A reference worker ended, or did not introduce itself in time."""
+
+
+class FleetNotStarted(Unavailable):
+    """The fleet's process ended, or was not ready in time; the text has its last words."""
+
+
+class RequestLost(Unavailable):
+    """A request found no living worker however often it was tried."""
+
+
 class Conflict(KvatlasError):
     """Somebody else was first."""
 
@@ -263,22 +291,6 @@ class ArchiveNewer(Conflict):
         self.archive, self.found, self.supported = archive, found, supported
 
 
-class LimitReached(KvatlasError):
-    """A bound that protects the service."""
-
-
-class IndexFull(LimitReached):
-    """The index has no instance number or table space left."""
-
-
-class PoolUnreadable(Unavailable):
-    """A file is no serve pool, one of another version, or not ready yet."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"serve pool {path}: {problem}")
-        self.path, self.problem = path, problem
-
-
 class PoolInUse(Conflict):
     """A serve pool of this name is owned by a process that lives."""
 
@@ -293,6 +305,14 @@ class SlotInUse(Conflict):
     def __init__(self, slot: int, state: str) -> None:
         super().__init__(f"slot {slot} of the serve pool is {state}, expected empty")
         self.slot, self.state = slot, state
+
+
+class LimitReached(KvatlasError):
+    """A bound that protects the service."""
+
+
+class IndexFull(LimitReached):
+    """The index has no instance number or table space left."""
 
 
 class PoolTooLarge(LimitReached):

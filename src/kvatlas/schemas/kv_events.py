@@ -61,7 +61,11 @@ class AllBlocksCleared(Struct, frozen=True, array_like=True, tag="cleared", gc=F
 
 
 class WorkerUp(Struct, frozen=True, array_like=True, tag="up", gc=False):
-    """The instance serves requests, as described. The first event of every epoch."""
+    """The instance serves requests, as described.
+
+    The first event of every epoch, and said again before each inventory for readers that begin
+    later.
+    """
 
     info: WorkerInfo
 
@@ -73,7 +77,10 @@ class WorkerDown(Struct, frozen=True, array_like=True, tag="down", gc=False):
 
 
 class NamespaceSeen(Struct, frozen=True, array_like=True, tag="namespace", gc=False):
-    """What a root stands for, told once per epoch; never the salt itself."""
+    """What a root stands for; never the salt itself.
+
+    Told in each epoch before the root's first block, and again with each inventory.
+    """
 
     root: Hash16
     model: str
@@ -84,9 +91,10 @@ class NamespaceSeen(Struct, frozen=True, array_like=True, tag="namespace", gc=Fa
 
 
 class Resync(Struct, frozen=True, array_like=True, tag="resync", gc=False):
-    """Events were lost before they got a sequence of their own: between the engine and the outbox.
+    """Events were lost at the instance; an inventory follows.
 
-    `lost_from` and `lost_to` bound the loss by the instance's own sequence.
+    `lost_from` and `lost_to` bound the loss by the instance's own sequence. Batches of these
+    numbers are not in the log; both are this one's where the events never got into a batch.
     """
 
     lost_from: int
@@ -154,7 +162,7 @@ class EventBatch(Struct, frozen=True, array_like=True):
 
 
 class ControlRecord(Struct, frozen=True, array_like=True):
-    """What others say about an instance; idempotent by (instance, epoch, reason)."""
+    """What others say about an instance; idempotent by (instance, epoch, kind, reason)."""
 
     v: int
     worker: str

@@ -41,8 +41,11 @@ class LogSettings(Struct, frozen=True, forbid_unknown_fields=True):
     Too few bytes or seconds discard events before a slow reader or a late joiner has seen them.
     """
 
+    #: of the log; must fit the broker's storage, or it refuses the stream
     max_bytes: Count = 8 * 1024**3
+    #: has to be more than the time between two inventories of a worker (an hour)
     max_age_seconds: Positive = 24 * 3600.0
+    #: losing old decisions costs explanations only
     decisions_max_bytes: Count = 1024**3
     decisions_max_age_seconds: Positive = 7 * 24 * 3600.0
     #: 1 on one broker, 3 in a cluster
@@ -62,25 +65,32 @@ class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """The index: `kernel` is numba over flat arrays, or its plain-Python twin."""
+    """The index."""
 
+    #: `flat` is numba over arrays; `reference` its plain-Python twin, many times slower and larger
     kernel: Annotated[str, Meta(pattern="^(flat|reference)$")] = "flat"
 
 
 class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """How requests are judged and where the router listens.
 
-    Costs are predicted milliseconds; the policy's docstring gives the formula.
+    Costs are predicted milliseconds; router/pricing.py gives the formula.
     """
 
+    #: there are no users: beyond loopback, whoever reaches it may route and read
     host: str = "127.0.0.1"
+    #: 0 takes a free one
     port: Port = 8080
+    #: a name of router/policies
     policy: str = "predicted_ttft"
+    #: larger requests are refused; it bounds the memory of each one under way
     max_body_bytes: Count = 16 * 1024**2
+    #: longer prompts are refused; hashing and matching take time in proportion on the one thread
     max_prompt_tokens: Count = 1_000_000
     #: candidates in an answer unless the request says otherwise
     max_candidates: Annotated[int, Meta(ge=1, le=1024)] = 8
-    #: queued prefill up to here does not count against a worker: affinity inside, load outside
+    #: queued prefill up to here does not count against a worker: affinity inside, load outside;
+    #: long lets requests queue behind a popular prefix, short scatters it
     load_window_ms: NotNegative = 1_000.0
     #: weight of a worker's surplus of cumulative work; higher balances more and reuses less
     balance_weight: NotNegative = 0.01
@@ -88,29 +98,32 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     work_half_life_seconds: Positive = 600.0
     #: weight of pull time against compute time; higher pulls less and keeps affinity
     pull_weight: NotNegative = 3.0
-    #: a pull of fewer tokens than this is not worth its round trips
+    #: a pull of fewer tokens than this is not worth its round trips; high computes what peers have
     min_pull_tokens: Annotated[int, Meta(ge=0)] = 256
-    #: part of a match that counts when its worker is not `exact`
+    #: part of a match that counts when its worker is not `exact`; 1 believes it all, 0 wastes it
     degraded_match_share: Share = 0.5
     #: part of a predicted match that counts: the blocks are on their way, but may not come
     predicted_match_share: Share = 0.9
     #: life of a predicted entry; too long believes in blocks that were never stored
     predicted_seconds: NotNegative = 4.0
-    #: priors, replaced by what workers report
+    #: priors of rates, replaced by what workers report; wrong ones misjudge the first requests
     prefill_tokens_per_second: Positive = 10_000.0
     pull_tokens_per_second: Positive = 200_000.0
+    #: not learnt: what a pull and a read from a tier cost; too low prefers slow copies to computing
     pull_fixed_ms: NotNegative = 5.0
     dram_ms_per_1k_tokens: NotNegative = 3.0
     ssd_ms_per_1k_tokens: NotNegative = 15.0
     remote_ms_per_1k_tokens: NotNegative = 20.0
-    #: a worker whose request failed is left out this long, doubled each time up to the maximum
+    #: a worker whose request failed is left out this long, doubled each time up to the maximum;
+    #: long wastes a worker that failed once, short sends more requests to a dead one
     failure_pause_seconds: NotNegative = 1.0
     max_failure_pause_seconds: NotNegative = 30.0
-    #: a request that is never reported done stops counting as load after this
+    #: a request that is never reported done stops counting as load after this; below the longest
+    #: request, busy workers look idle
     request_timeout_seconds: Positive = 600.0
     #: decisions waiting for the broker; more are dropped and counted
     max_unrecorded_decisions: Count = 10_000
-    #: decisions kept for GET /v1/decisions/{id}
+    #: decisions kept for GET /v1/decisions/{id}, and for reports of failures; some KB each
     max_kept_decisions: Count = 10_000
     #: of what policies draw; 0 takes another one at each start, so that replicas differ
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -127,13 +140,15 @@ class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     #: a worker that is silent for this long is forgotten; short forgets slow ones
     lease_ttl_seconds: Positive = 5.0
-    #: how often digests are published for the index to compare
+    #: how often digests are published for the index to compare; seldom shows divergence late, and
+    #: above the index's patience (15 s) a quiet worker looks `stale`
     digest_seconds: Positive = 2.0
-    #: `nixl`, `memory` (tests) or `none`
+    #: how blocks travel: `nixl`, or `none`, with which nothing is pulled or served
     transport: Annotated[str, Meta(pattern="^(nixl|none)$")] = "nixl"
-    #: how long a pull may take before the engine computes instead
+    #: how long a pull may take before the engine computes instead; long makes a request wait for a
+    #: peer that is slower than computing, short gives up pulls that would have paid
     pull_deadline_seconds: Positive = 2.0
-    #: events that wait for the broker; more become one resync
+    #: events that wait for the broker; more become one resync, and the whole inventory is sent
     max_outbox_bytes: Count = 64 * 1024**2
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,7 +15,7 @@ from kvatlas.worker_hooks.lease_server import LeaseServer
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.pool_file import Layout, create_pool_file
 from kvatlas.worker_hooks.pull_words import Owner
-from kvatlas.worker_hooks.puller import Puller
+from kvatlas.worker_hooks.puller import Puller, Request
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric, MemorySource, MemoryTransport
 from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
@@ -24,8 +24,6 @@ from kvatlas.worker_hooks.transfer.transport import Bounce, Source, Transport
 #: where blocks land before they are verified: more lets more reads run, and is taken for good
 BOUNCE_BYTES = 32 * 1024 * 1024
 MIN_BOUNCE_BLOCKS, MAX_BOUNCE_BLOCKS = 8, 1024
-
-Request = Callable[[str, bytes, float], Awaitable[bytes]]
 
 _logger = logging.getLogger(__name__)
 
