@@ -1,7 +1,7 @@
 # `make run` and `make test` are enough on a machine with Python 3.11 or newer (Linux, macOS).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test quick fault engine bench coverage check format schemas wheel clean
+.PHONY: help run test quick fault bench coverage check format schemas wheel clean
 
 # The first of these that is there, runs and is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -48,9 +48,6 @@ quick: .venv/.dev  ## the same without starting servers
 fault: .venv/.dev  ## only failures injected into running parts
 	$(BIN)/pytest -m fault
 
-engine: .venv/.dev  ## needs an inference engine in .venv
-	$(BIN)/pytest -m engine
-
 bench: .venv/.dev  ## measure; results in build/bench.json
 	@mkdir -p build
 	$(BIN)/pytest -m bench --benchmark-json=build/bench.json
@@ -64,6 +61,7 @@ check: .venv/.dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
 format: .venv/.dev  ## rewrite what the formatter and the safe fixes can

@@ -15,6 +15,7 @@ from rich.console import Console
 from kvatlas import __version__
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.settings import Settings, load_settings
+from kvatlas.worker_hooks.process import leaves
 
 T = TypeVar("T")
 
@@ -60,6 +61,13 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else 1
     except KvatlasError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
+        return 1
+    except ExceptionGroup as group:
+        ours, others = group.split(KvatlasError)
+        if ours is None or others is not None:
+            raise
+        for leaf in leaves(ours):
+            print(f"kvatlas: {leaf}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         print(f"kvatlas: {error}: pip install 'kvatlas[all]'", file=sys.stderr)
@@ -302,8 +310,9 @@ def sidecar(
 ) -> None:
     """Run the sidecar of an engine that has made its ring, until the engine ends."""
     from kvatlas.schemas.fleet import NamespaceDescriptor
-    from kvatlas.worker_hooks.sidecar import run_sidecar
+    from kvatlas.worker_hooks.sidecar import FENCED_STATUS, run_sidecar
     from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+    from kvatlas.worker_hooks.sidecar_service import FENCED
 
     settings = _with_broker(_settings(config, nats, creds, set_))
     options = SidecarOptions(
@@ -326,7 +335,8 @@ def sidecar(
         digest_seconds=settings.sidecar.digest_seconds,
         max_outbox_bytes=settings.sidecar.max_outbox_bytes,
     )
-    _run(run_sidecar(options))
+    if _run(run_sidecar(options)) == FENCED:
+        raise typer.Exit(FENCED_STATUS)
 
 
 def _hex(text: str, source: str) -> bytes:

@@ -38,8 +38,8 @@ async def serve_all(settings: Settings, engines: EngineOptions, as_json: bool) -
         _until_stopped() as stopped,
         _broker(settings) as nats_url,
         _bus(settings, nats_url) as bus,
-        _archive(settings, bus),
-        _index(settings, bus) as service,
+        _archive(settings, bus, stopped),
+        _index(settings, bus, stopped) as service,
         _router(settings, bus, service) as router_url,
         worker_fleet(engines, settings, nats_url, service),
     ):
@@ -53,7 +53,7 @@ async def serve_router(settings: Settings, as_json: bool) -> None:
     async with (
         _until_stopped() as stopped,
         _bus(settings, settings.nats.url) as bus,
-        _index(settings, bus) as service,
+        _index(settings, bus, stopped) as service,
         _router(settings, bus, service) as router_url,
     ):
         _announce(as_json, router=router_url, nats=settings.nats.url)
@@ -65,7 +65,7 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
     async with (
         _until_stopped() as stopped,
         _bus(settings, settings.nats.url) as bus,
-        _index(settings, bus) as service,
+        _index(settings, bus, stopped) as service,
         http_server(settings.router.host, settings.router.port) as server,
     ):
         router = RouterService(
@@ -81,7 +81,7 @@ async def serve_archive(settings: Settings, as_json: bool) -> None:
     async with (
         _until_stopped() as stopped,
         _bus(settings, settings.nats.url) as bus,
-        _archive(settings, bus),
+        _archive(settings, bus, stopped),
     ):
         _announce(as_json, archive=settings.archive.url, nats=settings.nats.url)
         await stopped.wait()
@@ -121,15 +121,22 @@ async def _bus(settings: Settings, url: str) -> AsyncGenerator[Bus, None]:
 
 
 @contextlib.asynccontextmanager
-async def _index(settings: Settings, bus: Bus) -> AsyncGenerator[IndexService, None]:
+async def _index(
+    settings: Settings, bus: Bus, stopped: asyncio.Event
+) -> AsyncGenerator[IndexService, None]:
     index: PrefixIndex
     if settings.indexer.kernel == "flat":
         await asyncio.to_thread(warm)
         index = FlatRadixIndex()
     else:
         index = ReferenceIndex()
-    async with IndexService(bus, IndexState(index)) as service:
+    async with (
+        IndexService(bus, IndexState(index)) as service,
+        _stopping_with(service.failed, stopped),
+    ):
         yield service
+    if service.failure is not None:
+        raise service.failure
 
 
 @contextlib.asynccontextmanager
@@ -150,15 +157,37 @@ async def _router(settings: Settings, bus: Bus, service: IndexService) -> AsyncG
 
 
 @contextlib.asynccontextmanager
-async def _archive(settings: Settings, bus: Bus) -> AsyncGenerator[None, None]:
+async def _archive(
+    settings: Settings, bus: Bus, stopped: asyncio.Event
+) -> AsyncGenerator[None, None]:
     if not settings.archive.url:
         yield
         return
     archive = await asyncio.to_thread(SqlArchive, settings.archive.url)
     with archive:
-        async with Archiver(bus, archive) as archiver:
+        async with (
+            Archiver(bus, archive) as archiver,
+            _stopping_with(archiver.ended, stopped),
+        ):
             yield
             await archiver.caught_up()
+
+
+@contextlib.asynccontextmanager
+async def _stopping_with(
+    ended: asyncio.Event, stopped: asyncio.Event
+) -> AsyncGenerator[None, None]:
+    """Stop the whole role when a part of it has ended: half a role looks alive and is not."""
+
+    async def watch() -> None:
+        await ended.wait()
+        stopped.set()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _announce(as_json: bool, **addresses: str) -> None:

@@ -127,7 +127,7 @@ async def test_too_many_frozen_reads_cost_the_agent_and_no_byte_lands_late(
         places = fetcher.bounce.take(fetcher.bounce.num_places)
         for place in places:
             fetcher.pool.bytes_at(place)[:] = b"\xaa" * fetcher.pool.block_bytes
-    # The source may not survive that (NIXL hazard 4); its sidecar starts another.
+    # A source may not survive a reader that is killed over TCP; its sidecar starts another.
     await asyncio.sleep(1.0)  # for what might still come
     assert all(set(fetcher.pool.bytes_at(place)) == {0xAA} for place in places)
     fetcher.bounce.give_back(places)

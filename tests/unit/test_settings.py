@@ -13,7 +13,11 @@ def test_defaults_are_the_bare_tree() -> None:
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     file = tmp_path / "kvatlas.toml"
     file.write_text('[router]\nport = 1\npolicy = "random"\nseed = 7\n')
-    environment = {"KVATLAS_ROUTER_PORT": "2", "KVATLAS_ROUTER_POLICY": "round_robin", "HOME": "x"}
+    environment = {
+        "KVATLAS_ROUTER__PORT": "2",
+        "KVATLAS_ROUTER__POLICY": "round_robin",
+        "HOME": "x",
+    }
     router = load_settings(file, environment, [("router.port", "3")]).router
     assert (router.port, router.policy, router.seed) == (3, "round_robin", 7)
 
@@ -39,7 +43,9 @@ def test_a_bad_flag_is_named_with_what_is_allowed(key: str, value: str, says: st
     assert says in caught.value.problem
 
 
-@pytest.mark.parametrize("variable", ["KVATLAS_ROUTER_PROT", "KVATLAS_ROOTER_PORT", "KVATLAS_X"])
+@pytest.mark.parametrize(
+    "variable", ["KVATLAS_ROUTER__PROT", "KVATLAS_ROOTER__PORT", "KVATLAS_X__Y"]
+)
 def test_an_unknown_variable_is_named(variable: str) -> None:
     with pytest.raises(InvalidSetting, match=variable):
         load_settings(environment={variable: "1"})
@@ -66,6 +72,15 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match=r"absent\.toml"):
         load_settings(tmp_path / "absent.toml", {})
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
+    environment = {
+        "KVATLAS_ROUTER_PORT": "tcp://10.0.0.1:8080",
+        "KVATLAS_ROUTER_SERVICE_HOST": "10.0.0.1",
+        "KVATLAS_PORT_8080_TCP_PROTO": "tcp",
+    }
+    assert load_settings(environment=environment) == Settings()
 
 
 def test_each_key_has_an_environment_name_of_its_own() -> None:

@@ -75,6 +75,8 @@ class Archiver:
         self._progress = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.failure: BaseException | None = None
+        #: set once nothing is written any more: left, or failed
+        self.ended = asyncio.Event()
         self.num_failures = 0
         #: messages and holes that were written, repeated ones included
         self.num_written = 0
@@ -210,6 +212,7 @@ class Archiver:
             pass
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
+        self.ended.set()
         if not task.cancelled() and (failure := task.exception()) is not None:
             _logger.error("the archiver has ended: %s", failure)
             self.failure = failure

@@ -113,6 +113,9 @@ class IndexService:
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
+        #: set when a part of the service has ended by an error, which `failure` is
+        self.failed = asyncio.Event()
+        self.failure: BaseException | None = None
         #: the end of the log when this service started; ready once it is folded in
         self._target = 0
         self._last_in_stream = 0
@@ -231,8 +234,14 @@ class IndexService:
 
     def _start(self, part: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(part)
-        task.add_done_callback(_log_failure)
+        task.add_done_callback(self._on_end)
         self._tasks.append(task)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("a part of the index service ended", exc_info=error)
+            self.failure = error
+            self.failed.set()
 
     async def _poll(self) -> None:
         """Look at the clock: contact with the broker, silence, ended leases."""
@@ -274,8 +283,3 @@ class IndexService:
                 self.num_control_records += 1
             except (StreamRefused, BusUnavailable) as error:
                 _logger.error("the record about %s is not in the log: %s", record.instance, error)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _logger.error("a part of the index service ended", exc_info=error)

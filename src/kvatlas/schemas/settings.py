@@ -1,7 +1,7 @@
 """One typed tree of settings: defaults < TOML file < environment < flags.
 
 A setting is named `section.key`. In the file it stands as `key` in `[section]`, in the environment
-as KVATLAS_SECTION_KEY, on the command line as `--set section.key=value`. A key that does not exist,
+as KVATLAS_SECTION__KEY, on the command line as `--set section.key=value`. A key that does not exist,
 or a value out of range, is an InvalidSetting that names key, source and what is allowed.
 """
 
@@ -17,6 +17,9 @@ from msgspec import Meta, Struct
 from kvatlas.schemas.errors import InvalidSetting
 
 ENVIRONMENT_PREFIX = "KVATLAS_"
+#: between section and key. Two underscores: Kubernetes announces a service named kvatlas-router as
+#: KVATLAS_ROUTER_PORT, which is no setting
+ENVIRONMENT_SEPARATOR = "__"
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -139,7 +142,7 @@ class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What runs beside an engine."""
 
     #: a worker that is silent for this long is forgotten; short forgets slow ones
-    lease_ttl_seconds: Positive = 5.0
+    lease_ttl_seconds: Positive = 15.0
     #: how often digests are published for the index to compare; seldom shows divergence late, and
     #: above the index's patience (15 s) a quiet worker looks `stale`
     digest_seconds: Positive = 2.0
@@ -227,7 +230,9 @@ def _from_file(file: Path) -> dict[str, _Found]:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
     for variable, value in environment.items():
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
+        section, separator, name = (
+            variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition(ENVIRONMENT_SEPARATOR)
+        )
+        if variable.startswith(ENVIRONMENT_PREFIX) and separator:
             found[f"{section}.{name}"] = _Found(value, f"environment variable {variable}")
     return found

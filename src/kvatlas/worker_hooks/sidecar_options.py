@@ -59,7 +59,7 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     #: let the tokens of prompts travel in events
     include_tokens: bool = False
     #: a worker silent for this long is forgotten; short forgets slow ones
-    lease_ttl_seconds: Seconds = 5.0
+    lease_ttl_seconds: Seconds = 15.0
     #: how often digests are published; seldom shows divergence late
     digest_seconds: Seconds = 2.0
     #: how often the inventory is published unasked; has to be less than the stream's retention
