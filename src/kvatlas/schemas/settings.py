@@ -1,8 +1,8 @@
 """One typed tree of settings: defaults < TOML file < environment < flags.
 
 A setting is named `section.key`. In the file it stands as `key` in `[section]`, in the environment
-as KVATLAS_SECTION__KEY, on the command line as `--set section.key=value`. A key that does not exist,
-or a value out of range, is an InvalidSetting that names key, source and what is allowed.
+as KVATLAS_SECTION__KEY, on the command line as `--set section.key=value`. A key that does not
+exist, or a value out of range, is an InvalidSetting that names key, source and what is allowed.
 """
 
 import os
