@@ -4,8 +4,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
+from kvatlas.events.bus import Publisher
 from kvatlas.events.codec import decode_control, encode
 from kvatlas.events.leases import LeaseKeeper
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
@@ -345,3 +347,35 @@ async def test_it_leaves_nothing_running(bus: MemoryBus) -> None:
     await publish(bus, a_batch(seq=4))
     await asyncio.sleep(0)
     assert service.state.stream_sequence == sequence
+
+
+class RefusingFirst:
+    """A Publisher whose broker refuses the first message."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher, self.num_refused = publisher, 0
+        self.num_unacked = self.unacked_bytes = 0
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if not self.num_refused:
+            self.num_refused += 1
+            raise StreamRefused(f"no permission to publish {subject}")
+        await self._publisher.publish(subject, payload)
+
+    async def flush(self) -> None:
+        await self._publisher.flush()
+
+    async def close(self) -> None: ...
+
+
+async def test_a_refused_record_is_proposed_again(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = RefusingFirst(bus.publisher(KV_EVENTS))
+    await publish(bus, a_batch(up(), stored(1)))
+    monkeypatch.setattr(bus, "publisher", lambda _: refusing)
+    settings = msgspec.structs.replace(FAST, lease_missing_seconds=0.0, record_retry_seconds=0.01)
+    async with a_service(bus, settings) as service:
+        await eventually(lambda: service.num_control_records == 1)
+        await eventually(lambda: not service.index.match(hashes(1)))
+    assert refusing.num_refused == 1

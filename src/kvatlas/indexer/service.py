@@ -61,6 +61,8 @@ class ServiceSettings(Struct, frozen=True):
     lease_ended_seconds: float = 0.5
     #: the same for an instance that was never seen with a lease
     lease_missing_seconds: float = 30.0
+    #: pause after the broker refused a record about an instance
+    record_retry_seconds: float = 5.0
     #: this soon after a connect only who renewed a lease since is declared dead; below the interval
     #: of renewals, an outage longer than a lease's time to live kills the whole fleet
     lease_settling_seconds: float = 10.0
@@ -283,3 +285,5 @@ class IndexService:
                 self.num_control_records += 1
             except (StreamRefused, BusUnavailable) as error:
                 _logger.error("the record about %s is not in the log: %s", record.instance, error)
+                await asyncio.sleep(self._settings.record_retry_seconds)
+                self._records.put_nowait(record)  # proposed once only; again does no harm
