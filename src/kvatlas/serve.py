@@ -7,13 +7,15 @@ router   index + router          indexer   index          archive   archive
 import asyncio
 import contextlib
 import json
+import logging
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from kvatlas.events.archiver import Archiver
-from kvatlas.events.bus import Bus
-from kvatlas.events.embedded import embedded_server
+from kvatlas.events.bus import Bus, StreamSpec
+from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.events.streams import KV_DECISIONS, decisions_stream, events_stream
@@ -27,9 +29,14 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.router.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import RouterService
+from kvatlas.schemas.errors import BusUnavailable, ServerNotStarted, StreamRefused
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_fleet import EngineOptions, worker_fleet
 from kvatlas.worker_hooks.process import signals_call
+
+BROKER_RETRY_SECONDS = 1.0
+
+_logger = logging.getLogger(__name__)
 
 
 async def serve_all(settings: Settings, engines: EngineOptions, as_json: bool) -> None:
@@ -89,9 +96,31 @@ async def serve_archive(settings: Settings, as_json: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def _until_stopped() -> AsyncGenerator[asyncio.Event, None]:
-    stopped = asyncio.Event()
-    async with signals_call(lambda _: stopped.set()):
-        yield stopped
+    """Yield what a signal sets; a signal that comes while the role still starts ends its start."""
+    stopped, role = _Stopped(), asyncio.current_task()
+    assert role is not None
+
+    def stop(_: str) -> None:
+        stopped.set()
+        if not stopped.is_awaited:
+            role.cancel()
+
+    async with signals_call(stop):
+        try:
+            yield stopped
+        except asyncio.CancelledError:
+            if not stopped.is_set():
+                raise
+
+
+class _Stopped(asyncio.Event):
+    """An event that knows whether its role has come to wait for it."""
+
+    is_awaited = False
+
+    async def wait(self) -> Literal[True]:
+        self.is_awaited = True
+        return await super().wait()
 
 
 @contextlib.asynccontextmanager
@@ -105,19 +134,57 @@ async def _broker(settings: Settings) -> AsyncGenerator[str, None]:
             tempfile.TemporaryDirectory(prefix="kvatlas-nats-")
         )
         async with embedded_server(Path(folder)) as server:
-            yield server.url
+            watch = asyncio.create_task(_keep_up(server))
+            try:
+                yield server.url
+            finally:
+                watch.cancel()
+                await asyncio.wait((watch,))
+
+
+async def _keep_up(server: EmbeddedServer) -> None:
+    """Start the broker again whenever it ends, which only a crash or a kill does here."""
+    while True:
+        await server.ended()
+        _logger.error("the embedded broker has ended and is started again")
+        try:
+            await server.restart()
+        except ServerNotStarted as error:
+            _logger.error("%s", error)
+            await asyncio.sleep(BROKER_RETRY_SECONDS)
 
 
 @contextlib.asynccontextmanager
 async def _bus(settings: Settings, url: str) -> AsyncGenerator[Bus, None]:
     creds = Path(settings.nats.credentials) if settings.nats.credentials else None
     log = settings.log
+    streams = (
+        events_stream(log.max_bytes, log.max_age_seconds, log.replicas),
+        decisions_stream(log.decisions_max_bytes, log.decisions_max_age_seconds, log.replicas),
+    )
     async with NatsBus(url, creds_file=creds, replicas=log.replicas) as bus:
-        await bus.declare_stream(events_stream(log.max_bytes, log.max_age_seconds, log.replicas))
-        await bus.declare_stream(
-            decisions_stream(log.decisions_max_bytes, log.decisions_max_age_seconds, log.replicas)
-        )
-        yield bus
+        for stream in streams:
+            await bus.declare_stream(stream)
+        connected = asyncio.Event()
+        bus.on_connection(lambda is_connected: connected.set() if is_connected else None)
+        declaring = asyncio.create_task(_declare_again(bus, streams, connected))
+        try:
+            yield bus
+        finally:
+            declaring.cancel()
+            await asyncio.wait((declaring,))
+
+
+async def _declare_again(bus: Bus, streams: Sequence[StreamSpec], connected: asyncio.Event) -> None:
+    """Declare the streams on each connect: a broker may come back without its data."""
+    while True:
+        await connected.wait()
+        connected.clear()
+        for stream in streams:
+            try:
+                await bus.declare_stream(stream)
+            except (BusUnavailable, StreamRefused) as error:
+                _logger.error("stream %s: %s", stream.name, error)
 
 
 @contextlib.asynccontextmanager

@@ -14,6 +14,7 @@ from msgspec import Struct
 from kvatlas.indexer.service import IndexService
 from kvatlas.reference_worker import shared_memory_folder
 from kvatlas.schemas.errors import WorkerNotStarted
+from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.settings import Settings
 
 START_SECONDS = 60.0
@@ -43,6 +44,7 @@ async def worker_fleet(
 
     A worker that ends later is not started again: its blocks leave the index, as in a real fleet.
     """
+    before = {view.instance: view.epoch for view in index.index.instances()}
     shm = shared_memory_folder()
     with tempfile.TemporaryDirectory(prefix="kvatlas-", dir=shm) as folder:
         workers: list[Process] = []
@@ -52,7 +54,7 @@ async def worker_fleet(
                 workers.append(
                     await asyncio.create_subprocess_exec(*arguments, stdin=DEVNULL, stdout=DEVNULL)
                 )
-            await _until_known(workers, index)
+            await _until_known(workers, index, before)
             yield workers
         finally:
             await asyncio.gather(*map(_stop, workers))
@@ -88,11 +90,21 @@ def _arguments(
     return [*command, *(word for pair in given for word in pair)]
 
 
-async def _until_known(workers: list[Process], index: IndexService) -> None:
-    """Return when as many workers as were started have introduced themselves to the index."""
+async def _until_known(
+    workers: list[Process], index: IndexService, before: dict[InstanceId, int]
+) -> None:
+    """Return when as many workers as were started have introduced themselves to the index.
+
+    A kept log may still name those of an earlier run: only epochs newer than `before` count.
+    """
+
+    def num_known() -> int:
+        views = index.index.instances()
+        return sum(v.info is not None and v.epoch > before.get(v.instance, 0) for v in views)
+
     try:
         async with asyncio.timeout(START_SECONDS):
-            while sum(view.info is not None for view in index.index.instances()) < len(workers):
+            while num_known() < len(workers):
                 if ended := [w.returncode for w in workers if w.returncode is not None]:
                     raise WorkerNotStarted(f"a reference worker ended with status {ended[0]}")
                 await asyncio.sleep(LOOK_SECONDS)

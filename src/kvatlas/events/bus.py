@@ -73,6 +73,9 @@ class KeyChange(Struct, frozen=True, gc=False):
 
 OnMessage = Callable[[Message], None]
 OnHole = Callable[[int, int], None]
+#: a broker cuts off whoever sends more than 4,096 bytes before a payload: subject, reply and sizes
+MAX_SUBJECT_BYTES = 3_000
+
 OnConnection = Callable[[bool], None]
 OnRequest = Callable[[bytes], Awaitable[bytes]]
 

@@ -61,7 +61,10 @@ class EmbeddedServer:
     async def start(self) -> None:
         """Return when JetStream is ready; raises ServerNotStarted with the reason."""
         binary = _binary()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ServerNotStarted(f"its folder cannot be made: {error}") from error
         lock = _locked(self._folder / "lock")
         try:
             config = self._write_config()
@@ -108,6 +111,11 @@ class EmbeddedServer:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
+            await self._process.wait()
+
+    async def ended(self) -> None:
+        """Return when the server is not running any more."""
+        if self._process is not None:
             await self._process.wait()
 
     async def restart(self) -> None:

@@ -12,6 +12,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from nats.js.errors import BadRequestError, NotFoundError
 
 from kvatlas.events.bus import (
+    MAX_SUBJECT_BYTES,
     Message,
     OnConnection,
     OnHole,
@@ -28,7 +29,7 @@ from kvatlas.events.nats_keys import NatsKeyValue
 from kvatlas.events.nats_publisher import ACK_SECONDS, MAX_UNACKED, MAX_UNACKED_BYTES, NatsPublisher
 from kvatlas.events.nats_read import read_range
 from kvatlas.events.nats_service import ERROR_HEADER, NatsService
-from kvatlas.schemas.errors import BusUnavailable, RequestFailed
+from kvatlas.schemas.errors import BusUnavailable, NoResponder, RequestFailed
 
 _logger = logging.getLogger(__name__)
 
@@ -215,6 +216,8 @@ class NatsBus:
         return read_range(self._connection, stream_name, first, last)
 
     async def request(self, subject: str, payload: bytes, timeout_seconds: float) -> bytes:
+        if len(subject) > MAX_SUBJECT_BYTES:
+            raise NoResponder(f"nobody listens on a subject of {len(subject)} bytes")
         answer = await self._connection.call(
             f"request to {subject}",
             lambda client: client.request(subject, payload, timeout_seconds),

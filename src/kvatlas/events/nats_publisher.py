@@ -21,6 +21,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from kvatlas.events.bus import MAX_SUBJECT_BYTES
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS, may_be_retried
 from kvatlas.events.streams import subject_matches
@@ -159,6 +160,8 @@ class NatsPublisher:
             raise self._refused.pop(subject)
         if _no_subject.search(subject):
             raise InvalidSubject(subject)
+        if len(subject) > MAX_SUBJECT_BYTES:
+            raise StreamRefused(f"a subject of {len(subject)} bytes, at most {MAX_SUBJECT_BYTES}")
         limit = self._connection.max_payload
         if size > limit:
             raise StreamRefused(f"a message of {size} bytes, the broker takes {limit}")

@@ -59,14 +59,18 @@ def parse_time(text: str) -> int:
     Raises InvalidRequest.
     """
     with suppress(ArithmeticError, ValueError):
-        return int(Decimal(text) * 10**9)
+        return _within_int64(int(Decimal(text) * 10**9))
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise InvalidRequest("time", f"{text!r} is neither ISO 8601 nor seconds") from error
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+    return _within_int64((moment - _EPOCH) // timedelta(microseconds=1) * 1000)
+
+
+def _within_int64(ns: int) -> int:
+    return max(-(2**63), min(ns, 2**63 - 1))
 
 
 async def _at_or_after(bus: Bus, sequence: int, last: int) -> Message | None:

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def events_stream(
-    max_bytes: int = 4 * GIB, max_age_seconds: float = DAY_SECONDS, replicas: int = 1
+    max_bytes: int = GIB, max_age_seconds: float = DAY_SECONDS, replicas: int = 1
 ) -> StreamSpec:
     """Return the spec of the log: everything that changes index state, in one total order.
 

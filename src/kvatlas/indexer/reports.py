@@ -15,6 +15,7 @@ from kvatlas.schemas.fleet import Trust
 #: one line per kind and worker in this time; what is left out is counted in the next one
 QUIET_SECONDS = 60.0
 #: kinds and workers told apart; beyond that all share one line
+MAX_SHOWN = 200
 MAX_KEYS = 1024
 
 
@@ -58,4 +59,10 @@ class EffectLog:
         self._written[key] = (now, 0)
         level = logging.WARNING if is_bad else logging.INFO
         more = f" ({num_left_out} more of {key[1]} left out)" if num_left_out else ""
-        self._logger.log(level, "%s: %s%s", key[1], what, more)
+        self._logger.log(level, "%s: %s%s", _quoted(key[1]), _quoted(what), more)
+
+
+def _quoted(text: str) -> str:
+    """Return others' words as part of one line of bounded length."""
+    shown = text if text.isprintable() else repr(text)
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."

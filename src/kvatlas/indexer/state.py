@@ -316,13 +316,15 @@ class IndexState:
 
     def _take_control(self, record: ControlRecord, effects: list[Effect]) -> None:
         known = self._instances.get(record.instance)
-        if record.epoch < (known.epoch if known else 1) or (
-            known and record.epoch == known.epoch and _says_nothing_new(record, known)
+        # who proposes an end has seen the epoch in the log: a record about one to come is nobody's
+        # honest word, and could end a living worker for good
+        if record.epoch < 1 or (
+            known and (record.epoch != known.epoch or _says_nothing_new(record, known))
         ):
             self._counters.ignored_controls += 1
             return
         self._counters.controls += 1
-        instance = self._instance(record.instance)
+        instance = known or self._instance(record.instance)
         trust = instance.trust if instance.epoch else None
         if record.kind == "expired":
             self._end(instance, record.epoch, f"expired: {record.reason}")

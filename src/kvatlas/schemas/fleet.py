@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.hashing import HashAlgorithm, Namespace, digest16
-from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.ids import Name, Tier
 
 
 class NamespaceDescriptor(Struct, frozen=True, array_like=True):
@@ -46,11 +46,11 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     """
 
     base_url: str
-    models: tuple[str, ...]
+    models: Annotated[tuple[Name, ...], Meta(min_length=1)]
     descriptor: NamespaceDescriptor
     kv_fingerprint: bytes = b""
     tiers: tuple[TierCapacity, ...] = ()
-    adapters: dict[str, str] = {}
+    adapters: dict[Name, Name] = {}
     groups: tuple[int, ...] = (0,)
     role: Role = Role.both
     sidecar: str = ""

@@ -1,7 +1,9 @@
 """The words of the fleet: tiers and instances."""
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 
 class Tier(IntEnum):
@@ -15,6 +17,10 @@ class Tier(IntEnum):
 
 
 NUM_TIERS = len(Tier)
+
+#: of workers, models and adapters; longer ones would not fit into a subject
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Rank = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 class InstanceId(NamedTuple):

@@ -12,12 +12,13 @@ from msgspec import Meta, Struct
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.hashing import HashAlgorithm
-from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.ids import InstanceId, Name, Rank, Tier
 
 #: major * 100 + minor. Readers refuse a newer major and accept every minor of theirs.
 WIRE_VERSION = 100
 
-U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+#: ms since 1970 or a little more; nothing far in the future, which no later epoch could pass
+Epoch = Annotated[int, Meta(ge=1, le=2**44)]
 Sequence = Annotated[int, Meta(ge=1)]
 Hash16 = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
 
@@ -148,9 +149,9 @@ class EventBatch(Struct, frozen=True, array_like=True):
     """
 
     v: int
-    worker: str
-    rank: U32
-    epoch: Annotated[int, Meta(ge=1)]
+    worker: Name
+    rank: Rank
+    epoch: Epoch
     seq: Sequence
     ts_ns: int
     events: tuple[KvEvent, ...]
@@ -165,9 +166,9 @@ class ControlRecord(Struct, frozen=True, array_like=True):
     """What others say about an instance; idempotent by (instance, epoch, kind, reason)."""
 
     v: int
-    worker: str
-    rank: U32
-    epoch: int
+    worker: Name
+    rank: Rank
+    epoch: Epoch
     kind: Annotated[str, Meta(pattern="^(expired|quarantined)$")]
     reason: str
     by: str

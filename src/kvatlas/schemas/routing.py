@@ -4,12 +4,14 @@ A decision carries its whole question, so that any policy can be run again on it
 as msgpack maps; readers ignore fields that they do not know.
 """
 
+from typing import Annotated
+
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import MalformedBatch, UnsupportedVersion
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.ids import InstanceId, Name, Rank
 
 #: major * 100 + minor, as of the wire of events
 DECISION_VERSION = 100
@@ -22,10 +24,10 @@ class PullStep(Struct, frozen=True):
     is away or lacks the blocks.
     """
 
-    worker: str
-    rank: int
-    first_block: int
-    num_blocks: int
+    worker: Name
+    rank: Rank
+    first_block: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    num_blocks: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     fallbacks: tuple[InstanceId, ...] = ()
 
 

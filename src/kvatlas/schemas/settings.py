@@ -21,8 +21,11 @@ ENVIRONMENT_PREFIX = "KVATLAS_"
 #: KVATLAS_ROUTER_PORT, which is no setting
 ENVIRONMENT_SEPARATOR = "__"
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+#: finite, so that no sum of them is not
+Positive = Annotated[float, Meta(gt=0, le=1e15)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
+#: of intervals that something is done at
+Seconds = Annotated[float, Meta(ge=0.05, le=86_400)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -45,11 +48,11 @@ class LogSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     #: of the log; must fit the broker's storage, or it refuses the stream
-    max_bytes: Count = 8 * 1024**3
+    max_bytes: Count = 1024**3
     #: has to be more than the time between two inventories of a worker (an hour)
     max_age_seconds: Positive = 24 * 3600.0
     #: losing old decisions costs explanations only
-    decisions_max_bytes: Count = 1024**3
+    decisions_max_bytes: Count = 128 * 1024**2
     decisions_max_age_seconds: Positive = 7 * 24 * 3600.0
     #: 1 on one broker, 3 in a cluster
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
@@ -142,17 +145,17 @@ class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What runs beside an engine."""
 
     #: a worker that is silent for this long is forgotten; short forgets slow ones
-    lease_ttl_seconds: Positive = 15.0
+    lease_ttl_seconds: Seconds = 15.0
     #: how often digests are published for the index to compare; seldom shows divergence late, and
     #: above the index's patience (15 s) a quiet worker looks `stale`
-    digest_seconds: Positive = 2.0
+    digest_seconds: Seconds = 2.0
     #: how blocks travel: `nixl`, or `none`, with which nothing is pulled or served
     transport: Annotated[str, Meta(pattern="^(nixl|none)$")] = "nixl"
     #: how long a pull may take before the engine computes instead; long makes a request wait for a
     #: peer that is slower than computing, short gives up pulls that would have paid
     pull_deadline_seconds: Positive = 2.0
     #: events that wait for the broker; more become one resync, and the whole inventory is sent
-    max_outbox_bytes: Count = 64 * 1024**2
+    max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024**2
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
