@@ -8,7 +8,6 @@ GET  /health
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from msgspec import Meta, Struct
 
 from kvatlas.http_server import http_server
+from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, SidecarEnded
 from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
@@ -93,13 +93,8 @@ def _folder(options: WorkerOptions) -> Generator[Path, None, None]:
         Path(options.folder).mkdir(parents=True, exist_ok=True)
         yield Path(options.folder)
         return
-    with tempfile.TemporaryDirectory(prefix="kvatlas-", dir=shared_memory_folder()) as folder:
-        yield Path(folder)
-
-
-def shared_memory_folder() -> str | None:
-    """Return the folder of shared memory, None where the system has none."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with runtime_folder() as folder:
+        yield folder
 
 
 @contextlib.asynccontextmanager

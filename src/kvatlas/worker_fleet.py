@@ -5,14 +5,13 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator
 
 from msgspec import Struct
 
 from kvatlas.indexer.service import IndexService
-from kvatlas.reference_worker import shared_memory_folder
+from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.errors import WorkerNotStarted
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.settings import Settings
@@ -45,12 +44,11 @@ async def worker_fleet(
     A worker that ends later is not started again: its blocks leave the index, as in a real fleet.
     """
     before = {view.instance: view.epoch for view in index.index.instances()}
-    shm = shared_memory_folder()
-    with tempfile.TemporaryDirectory(prefix="kvatlas-", dir=shm) as folder:
+    with runtime_folder() as folder:
         workers: list[Process] = []
         try:
             for number in range(engines.workers):
-                arguments = _arguments(engines, settings, nats_url, f"w{number}", folder)
+                arguments = _arguments(engines, settings, nats_url, f"w{number}", str(folder))
                 workers.append(
                     await asyncio.create_subprocess_exec(*arguments, stdin=DEVNULL, stdout=DEVNULL)
                 )

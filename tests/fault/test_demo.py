@@ -1,6 +1,7 @@
 """Faults in the middle of a demo run: the survivors' index is exact again, no request is lost."""
 
 import asyncio
+import shutil
 import signal
 from pathlib import Path
 
@@ -125,3 +126,35 @@ async def post_json(url: str, body: dict[str, object]) -> dict[str, object]:
         answer.raise_for_status()
         found: dict[str, object] = await answer.json()
         return found
+
+
+def nats_server_of(fleet: FleetAddress) -> psutil.Process:
+    (server,) = (p for p in psutil.Process(fleet.pid).children() if "nats-server" in p.name())
+    return server
+
+
+async def test_an_embedded_broker_that_is_killed_is_started_again() -> None:
+    async with fleet_process(fleet_arguments(workers=1)) as fleet:
+        nats_server_of(fleet).kill()
+        await until_disconnected(fleet)
+        outcomes = await play(REQUESTS[:20], fleet.router_url, MODEL, SPEED, lambda _: None)
+        assert len(outcomes) == 20
+        assert await converge(fleet) == {"w0": True}
+        assert (await fleet.get("/v1/index/stats"))["connected"] is True
+
+
+async def test_a_broker_that_comes_back_empty_is_filled_again(tmp_path: Path) -> None:
+    async with (
+        embedded_server(tmp_path) as broker,
+        fleet_process(fleet_arguments("--nats", broker.url, workers=2)) as fleet,
+    ):
+        await play(REQUESTS[:20], fleet.router_url, MODEL, SPEED, lambda _: None)
+        await broker.kill()
+        await until_disconnected(fleet)
+        shutil.rmtree(tmp_path / "streams")
+        await broker.restart()
+        await play(REQUESTS[20:40], fleet.router_url, MODEL, SPEED, lambda _: None)
+        async with asyncio.timeout(40):
+            while {t for t, _ in (await trust_of(fleet)).values()} != {"exact"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert await converge(fleet) == {"w0": True, "w1": True}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,22 @@ async def test_wrong_usage_is_one_line_that_names_it(
     assert ended.status == status, ended
     assert says in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("role", ["router", "indexer"])
+async def test_a_role_that_waits_for_its_broker_can_be_stopped(role: str) -> None:
+    async with started(role, "--nats", "nats://127.0.0.1:1", "--port", "0") as process:
+        await until_it_listens_to_signals(process.pid)
+
+
+async def until_it_listens_to_signals(pid: int) -> None:
+    """Return when the process catches SIGTERM, as its table of signals tells."""
+    caught = 1 << (signal.SIGTERM - 1)
+    async with asyncio.timeout(20):
+        while not caught & int(_signals_caught(pid), 16):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.05)
+
+
+def _signals_caught(pid: int) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("SigCgt"))

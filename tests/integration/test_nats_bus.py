@@ -12,7 +12,7 @@ from nats.js.api import StreamConfig
 from kvatlas.events.bus import KeyChange, Message
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, StreamRefused
+from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, NoResponder, StreamRefused
 from testkit.bus import Collected, a_stream
 
 USERS = """
@@ -332,3 +332,18 @@ async def test_a_callback_that_raises_is_logged_and_stops_nothing(
             await publisher.publish("test.a", b"%d" % number)
         assert [message.payload for message in await got.count(3)] == [b"0", b"1", b"2"]
     assert "a callback of the bus failed" in caplog.text
+
+
+async def test_a_subject_that_the_broker_would_cut_the_connection_for_is_refused(
+    server: EmbeddedServer,
+) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        with pytest.raises(StreamRefused, match="a subject of 5005 bytes"):
+            await publisher.publish("test." + "x" * 5_000, b"")
+        with pytest.raises(NoResponder):
+            await bus.request("kv.lease." + "x" * 5_000, b"", 1.0)
+        await publisher.publish("test.a", b"")
+        await publisher.flush()
+        assert await bus.last_sequence("TEST") == 1

@@ -198,10 +198,16 @@ class TestRates:
 
     def test_pulls_teach_their_rate_without_the_fixed_part(self, world: World) -> None:
         for n in range(60):
-            world.routed(f"a{n}", 100)
+            world.routed(f"a{n}", 900)
             report = Report(computed_tokens=100, pulled_blocks=50, pull_ms=85.0)
             world.done(f"a{n}", report)
         assert world.of().pull_ms_per_token == pytest.approx(0.1, rel=0.05)
+
+    def test_nobody_computed_more_than_the_prompt(self, world: World) -> None:
+        """One wrong report would starve its worker until its work has decayed."""
+        world.routed("a", 1_000)
+        world.done("a", Report(computed_tokens=2**53, pulled_blocks=2**50, prefill_ms=5, pull_ms=5))
+        assert world.of().work_ms == pytest.approx(1_000.0)
 
     def test_a_request_teaches_once(self, world: World) -> None:
         report = Report(computed_tokens=1_000, prefill_ms=250.0)

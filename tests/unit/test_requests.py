@@ -220,6 +220,12 @@ def test_a_bad_extra_is_named(extra: dict[str, Any], problem: str) -> None:
     assert problem in str(refused.value)
 
 
+def test_extras_may_not_make_a_small_body_hash_much() -> None:
+    extras = [{"kind": "k" * 256, "id": "i" * 512, "offset": 0, "length": 8}]
+    with pytest.raises(InvalidRequest, match="extras: kinds and ids are too long"):
+        from_json({"model": "m", "token_ids": [1] * 8, "extras": extras})
+
+
 def test_extras_may_not_cost_more_than_their_prompt() -> None:
     extra = {"kind": "image", "id": "i", "offset": 0, "length": 8}
     with pytest.raises(InvalidRequest, match="extras: span 40 tokens of a prompt of 8"):

@@ -4,6 +4,7 @@ Bodies are read under a limit and parsed by router/requests.py; nothing else sta
 socket and the router. Whatever else is asked goes on to the control API.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvatlas.router.answers import ReportAnswer
 from kvatlas.router.problems import MEDIA_TYPE, Boundary, Problem, headers_of, problem, problem_of
 from kvatlas.router.requests import MAX_REPORT_BYTES, decode_report, decode_score_request
 from kvatlas.router.service import Router
-from kvatlas.schemas.errors import KvatlasError, PromptTooLarge
+from kvatlas.schemas.errors import KvatlasError, PromptTooLarge, RequestTooSlow
 from kvatlas.schemas.settings import RouterSettings
 
 Message = MutableMapping[str, Any]
@@ -27,6 +28,9 @@ SCORE, ROUTE = "/v1/score", "/v1/route"
 REPORTS = "/v1/requests/"
 PREFILLED, DONE = "/prefilled", "/done"
 MAX_DECISION_ID = 128
+
+#: a client that sends slower than this holds memory for nothing
+MAX_BODY_SECONDS = 30.0
 
 _encode = msgspec.json.Encoder().encode
 
@@ -95,10 +99,18 @@ class HotRoutes:
 async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:
     """Return the body of a request, reading no more than the limit.
 
-    Raises PromptTooLarge, from the declared length if there is one, and ClientGone.
+    Raises PromptTooLarge, from the declared length if there is one, RequestTooSlow and ClientGone.
     """
     if declared_bytes > limit_bytes:
         raise PromptTooLarge("body", f"{declared_bytes} bytes, the limit is {limit_bytes}")
+    try:
+        async with asyncio.timeout(MAX_BODY_SECONDS):
+            return await _whole_body(receive, limit_bytes)
+    except TimeoutError:
+        raise RequestTooSlow("body", f"not complete after {MAX_BODY_SECONDS:g} s") from None
+
+
+async def _whole_body(receive: Receive, limit_bytes: int) -> bytes:
     chunks: list[bytes] = []
     num_bytes = 0
     while True:

@@ -112,6 +112,8 @@ class _Request(Struct):
     end_ms: float
     predicted_ms: float
     compute_ms: float
+    #: of the prompt: nobody can have computed or pulled more
+    num_tokens: int
     routed_at: float
     renewed_at: float
     is_prefilled: bool = False
@@ -187,6 +189,7 @@ class Loads:
             end_ms=worker.given_ms,
             predicted_ms=compute_ms + transfer_ms,
             compute_ms=compute_ms,
+            num_tokens=plan.num_tokens,
             routed_at=now,
             renewed_at=now,
         )
@@ -260,7 +263,8 @@ class Loads:
             _correct_queue(worker, request.end_ms, ended_at, now)
         if report.computed_tokens is not None and not request.is_learnt:
             request.is_learnt = True
-            self._learn(worker, request, report, report.computed_tokens)
+            computed_tokens = min(report.computed_tokens, request.num_tokens)
+            self._learn(worker, request, report, computed_tokens)
 
     def _learn(
         self, worker: _Worker, request: _Request, report: Report, computed_tokens: int
@@ -272,6 +276,7 @@ class Loads:
             worker.compute.learn(computed_tokens, report.prefill_ms)
             model.compute.learn(computed_tokens, report.prefill_ms)
         pulled_tokens = (report.pulled_blocks or 0) * request.block_tokens
+        pulled_tokens = min(pulled_tokens, request.num_tokens)
         if report.pull_ms and pulled_tokens >= MIN_LEARNT_TOKENS:
             moving_ms = max(report.pull_ms - self._settings.pull_fixed_ms, 0.0)
             worker.pull.learn(pulled_tokens, moving_ms)

@@ -18,6 +18,7 @@ from kvatlas.schemas.errors import (
     NoCandidate,
     NotFound,
     PromptTooLarge,
+    RequestTooSlow,
     Unavailable,
     UnknownModel,
     UnsupportedContentType,
@@ -26,6 +27,7 @@ from kvatlas.schemas.errors import (
 MEDIA_TYPE = "application/problem+json"
 #: the first that an error is an instance of gives its status
 STATUS_OF: tuple[tuple[type[KvatlasError], HTTPStatus], ...] = (
+    (RequestTooSlow, HTTPStatus.REQUEST_TIMEOUT),
     (PromptTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (UnsupportedContentType, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
     (InvalidInput, HTTPStatus.BAD_REQUEST),

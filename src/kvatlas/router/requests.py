@@ -25,6 +25,7 @@ JSON_TYPES = ("application/json",)
 MSGPACK_TYPES = ("application/x-msgpack", "application/msgpack", "application/vnd.msgpack")
 MAX_REPORT_BYTES = 64 * 1024
 MAX_EXTRAS = 1024
+MAX_EXTRA_BYTES_PER_TOKEN = 512
 MAX_TOKEN = 2**32 - 1
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -243,7 +244,7 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def _extras(extras: list[ExtraBody], num_tokens: int) -> tuple[Extra, ...]:
-    num_spanned = 0
+    num_spanned = num_hashed = 0
     for at, extra in enumerate(extras):
         if extra.offset + extra.length > num_tokens:
             raise InvalidRequest(
@@ -251,7 +252,10 @@ def _extras(extras: list[ExtraBody], num_tokens: int) -> tuple[Extra, ...]:
                 f"ends at token {extra.offset + extra.length} of a prompt of {num_tokens}",
             )
         num_spanned += extra.length
+        num_hashed += extra.length * (len(extra.kind) + len(extra.id))
     # Each extra is hashed into every block that it spans: without a bound a small body costs much.
-    if num_spanned > 4 * num_tokens:
+    if num_hashed > MAX_EXTRA_BYTES_PER_TOKEN * num_tokens:
+        raise InvalidRequest("extras", "kinds and ids are too long for the spans that they cover")
+    if num_spanned > num_tokens:
         raise InvalidRequest("extras", f"span {num_spanned} tokens of a prompt of {num_tokens}")
     return tuple(Extra(extra.offset, extra.kind, extra.id, extra.length) for extra in extras)

@@ -12,6 +12,7 @@ KvatlasError
     InvalidTrace               a line of a request trace
     InvalidRequest             a field of a request, over HTTP or on the command line
       PromptTooLarge           more tokens or bytes than the limit
+      RequestTooSlow           a body that does not come to its end
       UnsupportedContentType   a body in a format that is not read
   NotFound                     a name that nothing answers to
     UnknownModel               no worker serves the model
@@ -122,6 +123,10 @@ class InvalidRequest(InvalidInput):
 
 class PromptTooLarge(InvalidRequest):
     """A prompt or body over the limit."""
+
+
+class RequestTooSlow(InvalidRequest):
+    """A body that does not come to its end."""
 
 
 class UnsupportedContentType(InvalidRequest):

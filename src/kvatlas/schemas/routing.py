@@ -43,6 +43,12 @@ class Plan(Struct, frozen=True):
     pulls: tuple[PullStep, ...]
     compute_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        moved = self.reuse_blocks + sum(step.num_blocks for step in self.pulls)
+        return moved * self.block_tokens + self.compute_tokens
+
 
 class Candidate(Struct, frozen=True, array_like=True, gc=False):
     """An instance that may serve a request, as a policy sees it. Blocks are leading blocks."""
