@@ -30,6 +30,7 @@ from kvatlas.schemas.kv_events import (
     WorkerDown,
     WorkerUp,
 )
+from kvatlas.schemas.routing import Plan
 from testkit.builders import ROOT, a_batch, hashes, stored, up
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire.json"
@@ -239,3 +240,32 @@ def test_a_damaged_payload_raises_nothing_else(name: str, at: int, damage: bytes
     for read in (decode, decode_control):
         with suppress(MalformedBatch):
             read(bytes(payload))
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        WorkerInfo("http://x", (), NamespaceDescriptor(16), adapters={"sql": "base"}),
+        WorkerInfo("http://x", ("m" * 257,), NamespaceDescriptor(16)),
+        WorkerInfo("http://x", ("m",), NamespaceDescriptor(16), adapters={"": "m"}),
+    ],
+    ids=["no model", "a name that fits into no subject", "an adapter without a name"],
+)
+def test_a_worker_that_nobody_could_ask_for_is_skipped(info: WorkerInfo) -> None:
+    decoded = decode(encode(a_batch(WorkerUp(info), stored(1))))
+    assert [skipped.kind for skipped in decoded.rejected] == ["up"]
+    assert decoded.batch.events == (stored(1),)
+
+
+@pytest.mark.parametrize("epoch", [0, -1, 2**44 + 1, 2**60])
+def test_an_epoch_that_no_later_one_could_pass_is_refused(epoch: int) -> None:
+    with pytest.raises(MalformedBatch, match="epoch|int"):
+        decode(encode(a_batch(stored(1), epoch=epoch)))
+
+
+@pytest.mark.parametrize("step", [{"rank": 2**70}, {"rank": -1}, {"worker": "w" * 257}])
+def test_a_plan_from_outside_is_bounded(step: dict[str, Any]) -> None:
+    good = {"worker": "w", "rank": 0, "first_block": 0, "num_blocks": 1}
+    plan = {"block_tokens": 16, "reuse_blocks": 0, "compute_tokens": 1, "pulls": [good | step]}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
