@@ -259,7 +259,7 @@ def test_a_worker_that_nobody_could_ask_for_is_skipped(info: WorkerInfo) -> None
 
 @pytest.mark.parametrize("epoch", [0, -1, 2**44 + 1, 2**60])
 def test_an_epoch_that_no_later_one_could_pass_is_refused(epoch: int) -> None:
-    with pytest.raises(MalformedBatch, match="epoch|int"):
+    with pytest.raises(MalformedBatch, match="`int`"):
         decode(encode(a_batch(stored(1), epoch=epoch)))
 
 
