@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 Nats = Annotated[
-    str | None, typer.Option("--nats", help="Broker URL; none starts an embedded one.")
+    str | None, typer.Option("--nats", help="Broker URL; `serve` without one embeds it.")
 ]
 Creds = Annotated[str | None, typer.Option("--creds", help="Credentials file for the broker.")]
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
@@ -36,9 +36,17 @@ SetFlags = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."),
 ]
 HttpPort = Annotated[int | None, typer.Option("--port", help="HTTP port; 0 takes a free one.")]
-PolicyName = Annotated[str | None, typer.Option("--policy", help="How a worker is chosen.")]
+PolicyName = Annotated[
+    str | None,
+    typer.Option(
+        "--policy", help="predicted_ttft, round_robin, random, least_loaded or power_of_two."
+    ),
+]
 ArchiveUrl = Annotated[
     str | None, typer.Option("--archive", help="Database URL, such as sqlite:///kvatlas.db.")
+]
+ParentPid = Annotated[
+    int, typer.Option(min=0, help="Stop when this process ends; 0: no.", hidden=True)
 ]
 DataFolder = Annotated[
     Path | None, typer.Option("--data", help="Keeps the embedded broker's log; none: temporary.")
@@ -88,7 +96,7 @@ def demo(
     trace: Annotated[Path | None, typer.Option(help="Mooncake trace; none: built-in.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="How many requests to play.")] = 600,
     workers: Annotated[int, typer.Option(min=1, help="Reference engines to run.")] = 4,
-    blocks_per_worker: BlocksPerWorker = 1_000,
+    blocks_per_worker: BlocksPerWorker = 500,
     block_bytes: BlockBytes = 16_384,
     speed: Speed = 12.0,
     policy: PolicyName = "predicted_ttft",
@@ -112,6 +120,8 @@ def demo(
     print_report(console, report)
     if json:
         print(report_json(report))
+    if not report.holds:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -131,9 +141,10 @@ def serve(
     prefill_tokens_per_second: Rate = 20_000.0,
     decode_tokens_per_second: Rate = 50.0,
     speed: Speed = 1.0,
+    parent_pid: ParentPid = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Run broker, index and router in one process (and reference engines) until stopped."""
+    """Run a broker, an index and a router (and reference engines) until stopped."""
     from kvatlas.serve import serve_all
     from kvatlas.worker_fleet import EngineOptions
 
@@ -143,7 +154,7 @@ def serve(
         workers, blocks_per_worker, block_bytes, block_tokens,
         prefill_tokens_per_second, decode_tokens_per_second, speed,
     )  # fmt: skip
-    _run(serve_all(settings, engines, json))
+    _run(serve_all(settings, engines, json, parent_pid))
 
 
 @app.command()
@@ -213,7 +224,7 @@ def worker(
     decode_tokens_per_second: Rate = 50.0,
     speed: Speed = 1.0,
     folder: Annotated[str, typer.Option(help="For shared memory; none: a temporary one.")] = "",
-    parent_pid: Annotated[int, typer.Option(help="Stop when this process ends; 0: no.")] = 0,
+    parent_pid: ParentPid = 0,
 ) -> None:
     """Run a reference engine with its sidecar on an existing broker."""
     from kvatlas.reference_worker import WorkerOptions, run_worker

@@ -32,15 +32,17 @@ from kvatlas.router.service import RouterService
 from kvatlas.schemas.errors import BusUnavailable, ServerNotStarted, StreamRefused
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_fleet import EngineOptions, worker_fleet
-from kvatlas.worker_hooks.process import signals_call
+from kvatlas.worker_hooks.process import process_ended, signals_call
 
 BROKER_RETRY_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
-async def serve_all(settings: Settings, engines: EngineOptions, as_json: bool) -> None:
-    """Run everything until SIGTERM or SIGINT."""
+async def serve_all(
+    settings: Settings, engines: EngineOptions, as_json: bool, parent_pid: int = 0
+) -> None:
+    """Run everything until SIGTERM or SIGINT, or until the parent process ends (0: no matter)."""
     async with (
         _until_stopped() as stopped,
         _broker(settings) as nats_url,
@@ -52,7 +54,8 @@ async def serve_all(settings: Settings, engines: EngineOptions, as_json: bool) -
     ):
         await service.wait_ready()
         _announce(as_json, router=router_url, nats=nats_url, archive=settings.archive.url)
-        await stopped.wait()
+        async with _stopping_with_parent(parent_pid, stopped):
+            await stopped.wait()
 
 
 async def serve_router(settings: Settings, as_json: bool) -> None:
@@ -111,6 +114,23 @@ async def _until_stopped() -> AsyncGenerator[asyncio.Event, None]:
         except asyncio.CancelledError:
             if not stopped.is_set():
                 raise
+
+
+@contextlib.asynccontextmanager
+async def _stopping_with_parent(
+    parent_pid: int, stopped: asyncio.Event
+) -> AsyncGenerator[None, None]:
+    ended = asyncio.Event()
+
+    async def watch() -> None:
+        await process_ended(parent_pid)
+        ended.set()
+
+    task = asyncio.create_task(watch()) if parent_pid else None
+    async with _stopping_with(ended, stopped):
+        yield
+    if task is not None:
+        task.cancel()
 
 
 class _Stopped(asyncio.Event):

@@ -3,6 +3,8 @@
 import asyncio
 import shutil
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import aiohttp
@@ -158,3 +160,17 @@ async def test_a_broker_that_comes_back_empty_is_filled_again(tmp_path: Path) ->
             while {t for t, _ in (await trust_of(fleet)).values()} != {"exact"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert await converge(fleet) == {"w0": True, "w1": True}
+
+
+async def test_a_demo_that_is_told_to_stop_leaves_nothing_behind() -> None:
+    command = [sys.executable, "-P", "-m", "kvatlas", "demo", "--requests", "300"]
+    demo = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    async with asyncio.timeout(60):
+        while len(family := psutil.Process(demo.pid).children(recursive=True)) < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        demo.terminate()
+        _, said = await demo.communicate()
+    assert demo.returncode == 1
+    assert said.decode().strip().endswith("kvatlas: signal SIGTERM")
+    gone, alive = psutil.wait_procs(family, timeout=20)
+    assert (len(gone), alive) == (len(family), [])

@@ -68,7 +68,7 @@ def test_sessions_are_seeded_ordered_and_share_heads() -> None:
     assert requests == generate_requests(300, seed=3)
     assert requests != generate_requests(300, seed=4)
     assert [r.arrival_ms for r in requests] == sorted(r.arrival_ms for r in requests)
-    assert len({r.block_ids[0] for r in requests}) == 6
+    assert 10 < len({r.block_ids[0] for r in requests}) <= 24
     assert all(len(r.block_ids) == -(-r.input_tokens // 512) for r in requests)
 
 

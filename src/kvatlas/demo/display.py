@@ -17,11 +17,12 @@ class LiveDisplay:
     def __init__(self, console: Console, num_requests: int) -> None:
         self._console, self._num_requests = console, num_requests
         self._progress = Progress(
-            TextColumn("{task.description:<15}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed}/{task.total} requests"),
-            TextColumn("hits {task.fields[hits]:>5.1%}  pulled blocks {task.fields[pulled]:>5}"),
-            TextColumn("event lag {task.fields[lag]}"),
+            TextColumn("{task.description:<14}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.completed:>4}/{task.total}"),
+            TextColumn("hits {task.fields[hits]:>3.0%}"),
+            TextColumn("pulled {task.fields[pulled]}"),
+            TextColumn("lag {task.fields[lag]}"),
             TimeElapsedColumn(),
             console=console,
         )
@@ -70,14 +71,19 @@ def print_report(console: Console, report: DemoReport) -> None:
             table.add_row(name, f"{figures['hit_ratio']:.1%}", "", "", "", "", "")
     console.print(table)
     console.print(
-        "Hits are shares of full prompt blocks. one_big_lru is one cache as large as the whole\n"
-        "fleet, without any cost of moving KV. TTFT is modelled: queue, pull and prefill at the\n"
-        "reference engine's rates; its KV is bytes in shared memory, really pulled over NIXL."
+        "Hits are shares of full prompt blocks; work is the prompt blocks that a worker computed. "
+        "one_big_lru is one cache as large as the whole fleet, without any cost of moving KV. TTFT "
+        "is modelled: queue, pull and prefill at the reference engine's rates; its KV is bytes in "
+        "shared memory."
     )
     console.print(_verified(report))
-    console.print("\nNext: `kvatlas serve --workers 4`, then the curl examples of README.md.")
+    console.print("\nNext: serve a fleet and ask it, as README.md shows under 'Use it':")
+    command = (
+        "  .venv/bin/kvatlas serve --workers 2 --data kvatlas-data --archive sqlite:///kvatlas.db"
+    )
+    console.print(command, soft_wrap=True)
     if report.archive:
-        console.print(f"      `kvatlas replay --archive {report.archive}`", soft_wrap=True)
+        console.print(f"  .venv/bin/kvatlas replay --archive {report.archive}", soft_wrap=True)
 
 
 def _cells(figures: PolicyFigures) -> list[str]:
@@ -103,7 +109,9 @@ def _verified(report: DemoReport) -> str:
             f" {events['gaps']} gaps, {events['rejected']} rejected;"
             f" visible after {delay['p50']} ms (p99 {delay['p99']} ms).",
             f"Pulls over {pull.transport}: {pull.blocks} blocks ({pull.bytes / 2**20:.1f} MiB),"
-            f" {pull.verified} verified, {pull.failed} failed and computed instead.",
+            f" {pull.verified} verified, {pull.failed} failed and computed instead."
+            if pull.blocks or pull.failed
+            else "Pulls: none was worth it.",
         ]
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
@@ -39,6 +40,7 @@ async def get_json(url: str) -> Any:
 async def fleet_process(arguments: Sequence[str]) -> AsyncIterator[FleetAddress]:
     """Run `kvatlas serve` with the arguments until the block ends; yield once it is ready."""
     command = [sys.executable, "-P", "-m", "kvatlas", "serve", "--json", *arguments]
+    command += ["--parent-pid", str(os.getpid())]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     errors: list[str] = []
     drain = asyncio.create_task(_drain(process, errors))

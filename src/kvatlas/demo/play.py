@@ -10,7 +10,7 @@ import msgspec
 
 from kvatlas.demo.outcomes import Outcome
 from kvatlas.demo.prompts import PlayedRequest
-from kvatlas.schemas.errors import RequestLost
+from kvatlas.schemas.errors import RequestLost, RequestRefused
 
 MSGPACK = {"content-type": "application/x-msgpack"}
 MAX_RETRIES = 20
@@ -85,13 +85,17 @@ async def _serve(
 async def _post(
     client: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the answer, or None if the server is away or has no worker for now."""
+    """Return the answer, or None if the server is away or has no worker for now.
+
+    Raises RequestRefused for what will not do better a second time.
+    """
     content = msgspec.msgpack.encode(body)
     try:
         async with client.post(url, data=content, headers=MSGPACK) as answer:
             if answer.status >= 500:
                 return None
-            answer.raise_for_status()
+            if answer.status >= 400:
+                raise RequestRefused(f"{url}: {answer.status}: {await answer.text()}")
             return msgspec.json.decode(await answer.read(), type=dict[str, Any])
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
         return None

@@ -28,7 +28,8 @@ from kvatlas.demo.sessions import generate_requests
 from kvatlas.demo.trace import read_trace
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.replay import Moment, replay_archive
-from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.errors import DemoStopped, InvalidSetting
+from kvatlas.worker_hooks.process import signals_call
 
 MODEL = "reference"
 BASELINE = "round_robin"
@@ -38,7 +39,10 @@ PREFILL_TOKENS_PER_SECOND = 20_000.0
 DECODE_TOKENS_PER_SECOND = 50.0
 #: what the router expects before it has seen a pull
 PULL_TOKENS_PER_SECOND = 400_000.0
-LOAD_WINDOW_MS = 1_500.0
+#: router.load_window_ms on the model's clock: long cold prompts gain by waiting where their prefix
+#: is, short turns of warm sessions by going elsewhere and pulling it
+TRACE_LOAD_WINDOW_MS = 1_500.0
+SESSIONS_LOAD_WINDOW_MS = 100.0
 
 
 class DemoOptions(Struct, frozen=True):
@@ -72,6 +76,17 @@ class DemoReport(Struct, frozen=True):
     seconds: float
     archive: str | None
 
+    @property
+    def holds(self) -> bool:
+        """Whether all that the demo checks came out as promised."""
+        events, pull = self.events, self.pull
+        return (
+            bool(self.digest["equal"] and self.replay["digest_equal"])
+            and events["published"] == events["applied"]
+            and events["gaps"] == events["rejected"] == 0
+            and pull.verified == pull.blocks
+        )
+
 
 class _PolicyRun(Struct):
     """What one policy's fleet left behind."""
@@ -95,7 +110,30 @@ class Audience(Protocol):
 async def run_demo(
     options: DemoOptions, requests: Sequence[PlayedRequest], audience: Audience
 ) -> DemoReport:
-    """Play the requests with the policy, then with round robin."""
+    """Play the requests with the policy, then with round robin; a signal ends it cleanly.
+
+    Raises DemoStopped when one came.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    said: list[str] = []
+
+    def stop(reason: str) -> None:
+        said.append(reason)
+        task.cancel()
+
+    async with signals_call(stop):
+        try:
+            return await _run_both(options, requests, audience)
+        except asyncio.CancelledError:
+            if not said:
+                raise
+            raise DemoStopped(said[0]) from None
+
+
+async def _run_both(
+    options: DemoOptions, requests: Sequence[PlayedRequest], audience: Audience
+) -> DemoReport:
     started = time.monotonic()
     with TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         archive = options.archive or f"sqlite:///{folder}/archive.db"
@@ -137,12 +175,21 @@ async def run_demo(
 
 
 def load_requests(options: DemoOptions) -> list[PlayedRequest]:
-    """Return what is to be played; raises InvalidTrace, and InvalidSetting for a used folder."""
+    """Return what is to be played.
+
+    Raises InvalidTrace, and InvalidSetting for a used folder or workers that are too small.
+    """
     if options.data is not None and options.data.is_dir() and any(options.data.iterdir()):
         raise InvalidSetting("data", str(options.data), "a demo needs an empty or absent folder")
     if options.trace is None:
-        return generate_requests(options.requests, options.seed)
-    return read_trace(options.trace, options.requests)
+        requests = generate_requests(options.requests, options.seed)
+    else:
+        requests = read_trace(options.trace, options.requests)
+    most = max(-(-(r.input_tokens + r.output_tokens) // TRACE_BLOCK_TOKENS) for r in requests)
+    if most > options.blocks_per_worker:
+        problem = f"the largest request takes {most} blocks, a worker has fewer"
+        raise InvalidSetting("blocks-per-worker", "the demo", problem)
+    return requests
 
 
 async def _run_policy(
@@ -180,10 +227,11 @@ async def _watch_lag(fleet: FleetAddress, audience: Audience) -> None:
 def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> list[str]:
     """Return the arguments of `kvatlas serve`; times of the router run on the scaled clock."""
     speed = options.speed
+    window_ms = TRACE_LOAD_WINDOW_MS if options.trace else SESSIONS_LOAD_WINDOW_MS
     scaled: dict[str, str | float] = {
         "router.policy": policy,
         "router.seed": options.seed + 1,
-        "router.load_window_ms": LOAD_WINDOW_MS / speed,
+        "router.load_window_ms": window_ms / speed,
         "router.prefill_tokens_per_second": PREFILL_TOKENS_PER_SECOND * speed,
         "router.pull_tokens_per_second": PULL_TOKENS_PER_SECOND * speed,
         "router.max_prompt_tokens": 4_000_000,

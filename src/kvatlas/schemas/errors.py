@@ -35,6 +35,8 @@ KvatlasError
     SidecarEnded               a sidecar ended before its worker did
     WorkerNotStarted           a reference worker did not come up
     FleetNotStarted            the demo's fleet did not come up
+    RequestRefused             a request of the demo was refused for good
+    DemoStopped                a signal ended a demo before its end
     RequestLost                no living worker took a request of the demo
   Conflict                     somebody else was first
     KeyExists                  create of a key that exists
@@ -239,6 +241,14 @@ class SidecarEnded(Unavailable):
 
 class WorkerNotStarted(Unavailable):
     """A reference worker ended, or did not introduce itself in time."""
+
+
+class RequestRefused(Unavailable):
+    """A request of the demo was refused for good."""
+
+
+class DemoStopped(Unavailable):
+    """A signal ended a demo before its end."""
 
 
 class FleetNotStarted(Unavailable):

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 #: how often is looked where nobody tells
 LOOK_SECONDS = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 async def process_ended(pid: int) -> None:
@@ -43,14 +44,14 @@ def _is_there(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def signals_call(stop: Callable[[str], None]) -> AsyncGenerator[None, None]:
-    """Call `stop` on SIGTERM and SIGINT instead of ending the process."""
+    """Call `stop` on SIGTERM, SIGINT and SIGHUP (a closed terminal) instead of ending at once."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop, f"signal {number.name}")
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
 
