@@ -41,7 +41,7 @@ DECODE_TOKENS_PER_SECOND = 50.0
 PULL_TOKENS_PER_SECOND = 400_000.0
 #: router.load_window_ms on the model's clock: long cold prompts gain by waiting where their prefix
 #: is, short turns of warm sessions by going elsewhere and pulling it
-TRACE_LOAD_WINDOW_MS = 1_500.0
+TRACE_LOAD_WINDOW_MS = 2_500.0
 SESSIONS_LOAD_WINDOW_MS = 100.0
 
 
