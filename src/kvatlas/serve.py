@@ -9,9 +9,9 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvatlas.events.archiver import Archiver
 from kvatlas.events.bus import Bus, StreamSpec
@@ -54,7 +54,10 @@ async def serve_all(
     ):
         await service.wait_ready()
         _announce(as_json, router=router_url, nats=nats_url, archive=settings.archive.url)
-        async with _stopping_with_parent(parent_pid, stopped):
+        async with contextlib.AsyncExitStack() as stack:
+            if parent_pid:
+                parent = _stopping_with(process_ended(parent_pid), stopped)
+                await stack.enter_async_context(parent)
             await stopped.wait()
 
 
@@ -114,23 +117,6 @@ async def _until_stopped() -> AsyncGenerator[asyncio.Event, None]:
         except asyncio.CancelledError:
             if not stopped.is_set():
                 raise
-
-
-@contextlib.asynccontextmanager
-async def _stopping_with_parent(
-    parent_pid: int, stopped: asyncio.Event
-) -> AsyncGenerator[None, None]:
-    ended = asyncio.Event()
-
-    async def watch() -> None:
-        await process_ended(parent_pid)
-        ended.set()
-
-    task = asyncio.create_task(watch()) if parent_pid else None
-    async with _stopping_with(ended, stopped):
-        yield
-    if task is not None:
-        task.cancel()
 
 
 class _Stopped(asyncio.Event):
@@ -219,7 +205,7 @@ async def _index(
         index = ReferenceIndex()
     async with (
         IndexService(bus, IndexState(index)) as service,
-        _stopping_with(service.failed, stopped),
+        _stopping_with(service.failed.wait(), stopped),
     ):
         yield service
     if service.failure is not None:
@@ -254,7 +240,7 @@ async def _archive(
     with archive:
         async with (
             Archiver(bus, archive) as archiver,
-            _stopping_with(archiver.ended, stopped),
+            _stopping_with(archiver.ended.wait(), stopped),
         ):
             yield
             await archiver.caught_up()
@@ -262,15 +248,11 @@ async def _archive(
 
 @contextlib.asynccontextmanager
 async def _stopping_with(
-    ended: asyncio.Event, stopped: asyncio.Event
+    ending: Coroutine[Any, Any, object], stopped: asyncio.Event
 ) -> AsyncGenerator[None, None]:
-    """Stop the whole role when a part of it has ended: half a role looks alive and is not."""
-
-    async def watch() -> None:
-        await ended.wait()
-        stopped.set()
-
-    task = asyncio.create_task(watch())
+    """Stop the role when `ending` returns: half a role looks alive and is not."""
+    task = asyncio.ensure_future(ending)
+    task.add_done_callback(lambda ended: None if ended.cancelled() else stopped.set())
     try:
         yield
     finally:
