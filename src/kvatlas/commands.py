@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from kvatlas import __version__
+from kvatlas.doctor.command import doctor
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.process import leaves
@@ -25,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Event-sourced KV-cache control plane for fleets of LLM inference engines.",
 )
+
+app.command()(doctor)
 
 Nats = Annotated[
     str | None, typer.Option("--nats", help="Broker URL; `serve` without one embeds it.")
@@ -315,6 +318,9 @@ def sidecar(
     slots: Annotated[int, typer.Option(min=0, help="Slots of the serve pool.")] = 0,
     blocks: Annotated[int, typer.Option(min=0, help="KV blocks of the engine.")] = 0,
     block_bytes: Annotated[int, typer.Option(min=0, help="KV bytes of a block.")] = 0,
+    p2p_address: Annotated[
+        str, typer.Option(help="HOST:PORT of the engine's own P2P tier, if it has one.")
+    ] = "",
     nats: Nats = None,
     creds: Creds = None,
     config: Config = None,
@@ -322,7 +328,8 @@ def sidecar(
 ) -> None:
     """Run the sidecar of an engine that has made its ring, until the engine ends."""
     from kvatlas.schemas.fleet import NamespaceDescriptor
-    from kvatlas.worker_hooks.sidecar import FENCED_STATUS, run_sidecar
+    from kvatlas.worker_hooks.launch import FENCED_STATUS
+    from kvatlas.worker_hooks.sidecar import run_sidecar
     from kvatlas.worker_hooks.sidecar_options import SidecarOptions
     from kvatlas.worker_hooks.sidecar_service import FENCED
 
@@ -342,6 +349,7 @@ def sidecar(
         num_slots=slots,
         num_blocks=blocks,
         block_bytes=block_bytes,
+        p2p_address=p2p_address,
         transport=settings.sidecar.transport,
         fleet_key=settings.fleet.key_bytes,
         lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,

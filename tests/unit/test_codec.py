@@ -22,6 +22,7 @@ from kvatlas.schemas.kv_events import (
     BlockStored,
     ControlRecord,
     Digest,
+    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
@@ -47,6 +48,8 @@ INFO = WorkerInfo(
     role=Role.decode,
     sidecar="10.0.0.7:9000",
     versions={"vllm": "0.32.0"},
+    ends_at_reuse_points=True,
+    p2p_address="10.0.0.7:5710",
 )
 EVENTS: dict[str, KvEvent] = {
     "stored": BlockStored(ROOT, hashes(1, 2), hashes(9), Tier.dram, b"\1\0\0\0" * 8),
@@ -58,6 +61,7 @@ EVENTS: dict[str, KvEvent] = {
     "down": WorkerDown("shutdown"),
     "namespace": NamespaceSeen(ROOT, "llama", 16, HashAlgorithm.xxh3_128, "sql", salted=True),
     "resync": Resync(4, 9),
+    "doubted": Doubted("the engine told more than it keeps"),
     "inventory": Inventory(12, 1, 2, Tier.other, ROOT, hashes(1, 2, 3)),
     "digest": Digest(Tier.hbm, 3, 2**64 - 1),
 }

@@ -4,13 +4,14 @@ import pytest
 
 from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.fleet import NamespaceDescriptor
-from kvatlas.schemas.hashing import Extra
+from kvatlas.schemas.hashing import Extra, reuse_point
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Digest,
+    Doubted,
     Inventory,
     KvEvent,
     NamespaceSeen,
@@ -18,7 +19,18 @@ from kvatlas.schemas.kv_events import (
 )
 from kvatlas.worker_hooks import inventory
 from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.raw_events import RawCleared, RawListed, RawLost, RawStored
+from kvatlas.worker_hooks.raw_events import (
+    RawCleared,
+    RawDoubted,
+    RawForgotten,
+    RawGroupSeen,
+    RawHeld,
+    RawListed,
+    RawLost,
+    RawRemoved,
+    RawRestarted,
+    RawStored,
+)
 from testkit.engine_words import DESCRIPTOR, MODEL, chain_of, removed, stored, tokens_of
 
 ROOT = DESCRIPTOR.namespace(MODEL, None, None).root()
@@ -210,12 +222,12 @@ def test_a_namespace_is_told_once_an_epoch(edge: Edge) -> None:
 def test_namespaces_without_blocks_are_forgotten_and_told_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvatlas.worker_hooks.edge.MAX_NAMESPACES", 4)
+    monkeypatch.setattr("kvatlas.worker_hooks.namespaces.MAX_NAMESPACES", 4)
     edge = Edge(MODEL, DESCRIPTOR)
     edge.handle([stored(1, cache_salt="keep")])
     for i in range(50):
         edge.handle([stored(100 + i, cache_salt=f"s{i}"), removed(100 + i)])
-    assert len(edge._namespaces) <= 9
+    assert len(edge._telling.namespaces._seen) <= 9
     events = edge.handle([stored(2, cache_salt="s3")])
     assert isinstance(events[0], NamespaceSeen)
     (kept,) = edge.handle([stored(5, parent=1)])
@@ -350,3 +362,213 @@ def test_sha256_fleets_get_their_own_hashes() -> None:
     edge.handle([stored(1)])
     hasher = BlockHasher(descriptor.namespace(MODEL, None, None))
     assert held(edge) == {hasher.chain(tokens_of(1))}
+
+
+# --- blocks that the engine names by their hashes alone ------------------------------------------
+
+
+def by_hash(*names: int, **rest: object) -> RawStored:
+    return RawStored(names, None, b"", **rest)  # type: ignore[arg-type]
+
+
+def test_a_store_without_tokens_is_held_where_it_says(edge: Edge) -> None:
+    """F43: an offload tier tells hashes only."""
+    edge.handle([stored(1, 2)])
+    events = edge.handle([by_hash(1, 2, tier=Tier.dram)])
+    chain = chain_of(1, 2)
+    assert events == [BlockStored(ROOT, b"".join(chain), None, Tier.dram)]
+    assert held(edge, Tier.dram) == set(chain)
+
+
+def test_it_may_come_before_anything_has_said_what_the_block_is(edge: Edge) -> None:
+    assert edge.handle([by_hash(1, tier=Tier.dram)]) == []
+    assert edge.num_unnamed == 1
+    edge.handle([stored(1)])
+    assert held(edge, Tier.dram) == held(edge) == set(chain_of(1))
+    assert edge.num_unnamed == 0
+
+
+def test_what_is_known_by_hash_alone_is_no_prefix(edge: Edge) -> None:
+    assert edge.handle([by_hash(1), stored(2, parent=1)]) == []
+    assert edge.resident() == {0: {Tier.hbm: [1, 2]}}
+    assert edge.counters.parked_events == 1
+
+
+def test_a_block_stays_known_while_some_tier_holds_it(edge: Edge) -> None:
+    edge.handle([stored(1), by_hash(1, tier=Tier.ssd), removed(1)])
+    events = edge.handle([stored(2, parent=1)])
+    assert events == [BlockStored(ROOT, chain_of(1, 2)[1], chain_of(1)[0])]
+    assert held(edge, Tier.ssd) == set(chain_of(1))
+
+
+def test_what_follows_a_kept_block_is_known_though_its_parent_is_gone(edge: Edge) -> None:
+    edge.handle([stored(1, 2), removed(1)])
+    events = edge.handle([stored(2, 3, parent=1)])
+    assert events == [BlockStored(ROOT, b"".join(chain_of(1, 2, 3)[1:]), chain_of(1)[0])]
+
+
+def test_a_block_that_follows_itself_is_refused(edge: Edge) -> None:
+    """F19: it changes nothing else."""
+    edge.handle([stored(1)])
+    assert edge.handle([stored(2, parent=2)]) == []
+    assert edge.counters.rejected_events == 1
+    assert held(edge) == set(chain_of(1))
+
+
+# --- copies ----------------------------------------------------------
+
+
+def test_f20_from_outside_every_copy_counts() -> None:
+    bridge = Edge(MODEL, DESCRIPTOR, counts_copies=True)
+    bridge.handle([stored(1), stored(1), stored(1)])
+    assert bridge.handle([removed(1), removed(1)]) == []
+    assert held(bridge) == set(chain_of(1))
+    assert bridge.handle([removed(1)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+
+
+def test_f20_inside_the_engine_a_removal_is_the_last_copys(edge: Edge) -> None:
+    edge.handle([stored(1), stored(1)])
+    assert edge.handle([removed(1)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+
+
+def test_announcements_of_a_connector_are_no_copies() -> None:
+    bridge = Edge(MODEL, DESCRIPTOR, counts_copies=True)
+    bridge.handle([stored(1), *[by_hash(1, tier=Tier.other)] * 3])
+    assert bridge.handle([RawRemoved((1,), Tier.other)]) == [
+        BlockRemoved(ROOT, chain_of(1)[0], Tier.other)
+    ]
+
+
+def test_clearing_forgets_copies() -> None:
+    bridge = Edge(MODEL, DESCRIPTOR, counts_copies=True)
+    bridge.handle([stored(1), stored(1), RawCleared(Tier.hbm), stored(1)])
+    assert bridge.handle([removed(1)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+
+
+# --- hybrid models ----------------------------------------------------------
+
+#: four tokens a block, so a hit needs the last two blocks of the window
+HYBRID = [
+    RawGroupSeen(0, "sliding_window", window_tokens=9, block_tokens=4),
+    RawGroupSeen(1, "full_attention", block_tokens=4),
+]
+
+
+def points(edge: Edge, *names: int) -> set[int]:
+    """Return after how many blocks of a chain reuse may end."""
+    ends = enumerate(chain_of(*names), 1)
+    return {end for end, block in ends if edge.residency.holds(Tier.hbm, reuse_point(block))}
+
+
+def test_f56_a_window_says_where_reuse_may_end_and_holds_no_prefix(edge: Edge) -> None:
+    edge.handle([*HYBRID, by_hash(4, 5, group=0), stored(1, 2, 3, 4, 5, group=1)])
+    chain = chain_of(1, 2, 3, 4, 5)
+    assert held(edge) == {*chain, reuse_point(chain[4])}
+    assert edge.ends_at_reuse_points
+    assert edge.resident() == {0: {Tier.hbm: [4, 5]}, 1: {Tier.hbm: [4, 5, 1, 2, 3]}}
+
+
+def test_near_the_beginning_a_window_is_whole_sooner(edge: Edge) -> None:
+    edge.handle([*HYBRID, by_hash(1, 2, group=0), stored(1, 2, 3, group=1)])
+    assert points(edge, 1, 2, 3) == {1, 2}
+
+
+def test_a_removal_in_one_group_leaves_what_another_holds(edge: Edge) -> None:
+    edge.handle([*HYBRID, by_hash(1, 2, group=0), stored(1, 2, group=1)])
+    events = edge.handle([removed(2, group=0)])
+    assert events == [BlockRemoved(ROOT, reuse_point(chain_of(1, 2)[1]))]
+    assert set(chain_of(1, 2)) <= held(edge)
+    edge.handle([removed(1, group=1)])
+    assert chain_of(1)[0] not in held(edge)
+    assert edge.resident() == {0: {Tier.hbm: [1]}, 1: {Tier.hbm: [2]}}
+
+
+def test_a_state_space_group_needs_its_last_block_only(edge: Edge) -> None:
+    groups = [RawGroupSeen(0, "mamba"), RawGroupSeen(1, "full_attention")]
+    edge.handle([*groups, by_hash(3, group=0), stored(1, 2, 3, 4, group=1)])
+    assert points(edge, 1, 2, 3, 4) == {3}
+
+
+def test_a_group_of_unknown_kind_has_to_hold_every_block(edge: Edge) -> None:
+    edge.handle([RawGroupSeen(0, "full_attention"), RawGroupSeen(1, "unknown")])
+    edge.handle([stored(1, 2, group=0)])
+    assert held(edge) == set()
+    edge.handle([stored(1, group=1)])
+    assert held(edge) == set(chain_of(1))
+
+
+def test_groups_that_show_late_change_what_was_told(edge: Edge) -> None:
+    edge.handle([by_hash(2, group=3), stored(1, 2)])
+    assert held(edge) == set(chain_of(1, 2))
+    events = edge.handle([RawGroupSeen(3, "full_attention")])
+    assert events == [BlockRemoved(ROOT, chain_of(1)[0])]
+
+
+def test_clearing_takes_the_reuse_points_along(edge: Edge) -> None:
+    edge.handle([*HYBRID, by_hash(1, 2, group=0), stored(1, 2, group=1)])
+    edge.handle([RawCleared(Tier.hbm)])
+    edge.handle([stored(1, 2, group=1)])
+    assert points(edge, 1, 2) == set()
+    edge.handle([by_hash(2, group=0)])
+    assert points(edge, 1, 2) == set()
+    edge.handle([by_hash(1, group=0)])
+    assert points(edge, 1, 2) == {1, 2}
+
+
+# --- restarts, audits, the serve pool ----------------------------------------------------------
+
+
+def test_f1_an_engine_that_began_anew_holds_nothing(edge: Edge) -> None:
+    edge.handle([stored(1), stored(2, tier=Tier.dram)])
+    assert edge.handle([RawRestarted("sequence 0 again")]) == [AllBlocksCleared(None)]
+    assert edge.num_blocks == 0
+
+
+def test_doubts_are_told(edge: Edge) -> None:
+    assert edge.handle([RawDoubted("lost 3 to 9")]) == [Doubted("lost 3 to 9")]
+
+
+def test_what_a_doubt_leaves_unconfirmed_can_be_forgotten() -> None:
+    bridge = Edge(MODEL, DESCRIPTOR, counts_copies=True)
+    bridge.handle([stored(1), stored(1), stored(2, parent=1), RawDoubted("lost 3 to 9")])
+    bridge.handle([stored(1), stored(3, parent=1)])
+    assert bridge.handle([RawForgotten()]) == [BlockRemoved(ROOT, chain_of(1, 2)[1])]
+    # the copies of before the doubt count no more
+    assert bridge.handle([removed(1)]) == [BlockRemoved(ROOT, chain_of(1)[0])]
+    assert held(bridge) == {chain_of(1, 3)[1]}
+
+
+def test_a_doubt_that_is_taken_back_forgets_nothing(edge: Edge) -> None:
+    edge.handle([stored(1), RawDoubted("lost 3 to 9"), RawDoubted("")])
+    assert edge.handle([RawForgotten()]) == []
+
+
+def test_f21_an_audit_shows_what_the_engine_counts_otherwise(edge: Edge) -> None:
+    edge.handle([stored(1, 2), RawHeld(2)])
+    assert edge.counters.audit_mismatches == 0
+    edge.handle([RawHeld(1)])
+    assert edge.counters.audit_mismatches == 1
+
+
+@pytest.fixture
+def pooling() -> Edge:
+    return Edge(MODEL, DESCRIPTOR, has_pool=True)
+
+
+def test_blocks_of_the_serve_pool_are_held_as_dram(pooling: Edge) -> None:
+    pooling.handle([stored(1, 2), removed(2)])
+    one, two = chain_of(1, 2)
+    (event,) = pooling.move_pooled([one], [])
+    assert event == BlockStored(ROOT, one, None, Tier.dram)
+    assert pooling.move_pooled([two], []) == []  # nothing says any more where it belongs
+    assert pooling.handle([stored(2, parent=1)])[-1] == BlockStored(ROOT, two, one)
+    assert held(pooling, Tier.dram) == {one, two}
+    assert pooling.move_pooled([], [one]) == [BlockRemoved(ROOT, one, Tier.dram)]
+
+
+def test_the_pool_outlives_what_the_engine_forgets(pooling: Edge) -> None:
+    pooling.handle([stored(1)])
+    pooling.move_pooled(chain_of(1), [])
+    events = pooling.handle([RawCleared(None)])
+    assert events == [AllBlocksCleared(None), BlockStored(ROOT, chain_of(1)[0], None, Tier.dram)]
+    assert pooling.move_pooled([], chain_of(1)) == [BlockRemoved(ROOT, chain_of(1)[0], Tier.dram)]

@@ -69,8 +69,11 @@ class TestRoute:
         assert (answer.worker, answer.rank, answer.base_url) == ("w2", 0, "http://w2")
         assert (answer.match_tokens, answer.trust) == (1_440, Trust.exact)
         assert (answer.plan.reuse_blocks, answer.plan.compute_tokens) == (90, 160)
-        assert answer.kv_transfer_params == {
-            "kvatlas": {"decision_id": answer.decision_id, "plan": answer.plan}
+        assert msgspec.to_builtins(answer.kv_transfer_params) == {
+            "kvatlas": {
+                "decision_id": answer.decision_id,
+                "plan": msgspec.to_builtins(answer.plan),
+            }
         }
 
     def test_a_burst_of_siblings_lands_together(self, router: RouterUnderTest) -> None:

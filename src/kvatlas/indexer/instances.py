@@ -34,8 +34,14 @@ class Damage(StrEnum):
     stream_hole = "stream_hole"
     #: the index had no room for what it holds
     index_full = "index_full"
+    #: whoever speaks for it has missed something of the engine for good
+    doubted = "doubted"
     #: others found its KV wrong: it serves, but nothing of it counts as a match
     quarantined = "quarantined"
+
+
+#: what no inventory heals
+_LASTING = (Damage.quarantined, Damage.doubted)
 
 
 class OpenInventory(Struct):
@@ -144,11 +150,11 @@ class Instance(Struct):
     def heal(self, held_tiers: set[Tier]) -> None:
         """Become exact if inventories with matching digests cover all tiers that hold something."""
         if self.inventoried and self.inventoried | held_tiers <= self.verified:
-            self.damages = {why: d for why, d in self.damages.items() if why is Damage.quarantined}
+            self.damages = {why: d for why, d in self.damages.items() if why in _LASTING}
             self._settle()
 
     def _settle(self) -> None:
         if not self.damages:
             self.trust = Trust.exact
-        if not set(self.damages) - {Damage.quarantined, Damage.index_full}:
+        if not set(self.damages) - {*_LASTING, Damage.index_full}:
             self.wants_inventory = False

@@ -4,6 +4,7 @@ Called by IndexState alone, which has settled epoch and sequence before. An inst
 number is one that the index had no room for: its events pass without effect.
 """
 
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
 
@@ -12,7 +13,9 @@ import numpy as np
 from kvatlas.indexer.index import PrefixIndex, TreeNode
 from kvatlas.indexer.instances import Instance, OpenInventory
 from kvatlas.indexer.reader import InstanceMatch, TreeRun
-from kvatlas.schemas.digest import TierDigest
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES, TierDigest
+from kvatlas.schemas.fleet import WorkerInfo
+from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Inventory
 
@@ -29,6 +32,8 @@ class Residency:
         self._by_number: dict[int, Instance] = {}
         #: instances whose blocks count for nothing in a match, while they have a place
         self.excluded: set[InstanceId] = set()
+        #: instances whose matches end at reuse points, while they have a place
+        self._ending_at_points: set[InstanceId] = set()
         self.num_inventories = 0
         #: sets of parts that were interrupted, out of date or too large
         self.num_dropped_inventories = 0
@@ -41,10 +46,19 @@ class Residency:
     def release(self, instance: Instance) -> None:
         """Forget all that the instance holds, at once."""
         self.excluded.discard(instance.id)
+        self._ending_at_points.discard(instance.id)
         if instance.number is not None:
             self._index.forget_instance(instance.number)
             del self._by_number[instance.number]
             instance.number = None
+
+    def introduce(self, instance: Instance, info: WorkerInfo) -> None:
+        """Learn how the instance describes itself."""
+        instance.info = info
+        if info.ends_at_reuse_points:
+            self._ending_at_points.add(instance.id)
+        else:
+            self._ending_at_points.discard(instance.id)
 
     # --- events; all raise IndexFull ----------------------------------------------------------
 
@@ -120,6 +134,8 @@ class Residency:
         fields = zip(map(_name, found), map(_trust, found), num_blocks, by_tier, strict=True)
         # what InstanceMatch(...) does, without a Python call per match
         named = list(map(tuple.__new__, repeat(InstanceMatch), fields))
+        if self._ending_at_points:
+            named = self._up_to_reuse_points(chain, numbers, named)
         if self.excluded:
             return [match for match in named if match.instance not in self.excluded]
         return named
@@ -139,6 +155,39 @@ class Residency:
     def memory_bytes(self) -> int:
         """Return the bytes that the index takes."""
         return self._index.memory_bytes()
+
+    # --- reuse points ----------------------------------------------------------------------------
+
+    def _up_to_reuse_points(
+        self, chain: bytes, numbers: Sequence[int], matches: list[InstanceMatch]
+    ) -> list[InstanceMatch]:
+        """Cut each match of an instance that reuses up to a reuse point only (ADR-0006).
+
+        O(blocks behind the last point) for all of them together, and a match per length left.
+        """
+        holders: dict[int, set[int]] = {}
+        cut: dict[int, dict[int, tuple[int, int, int, int, int]]] = {}
+        kept = []
+        for number, match in zip(numbers, matches, strict=True):
+            if match.instance not in self._ending_at_points:
+                kept.append(match)
+                continue
+            end = match.num_blocks
+            while end and number not in self._ending_with(chain, end, holders):
+                end -= 1
+            if end:
+                if end not in cut:
+                    shorter = self._index.match(chain[: end * BLOCK_HASH_BYTES])
+                    cut[end] = {found.instance: found.by_tier for found in shorter}
+                kept.append(match._replace(num_blocks=end, by_tier=cut[end][number]))
+        return kept
+
+    def _ending_with(self, chain: bytes, end: int, holders: dict[int, set[int]]) -> set[int]:
+        """Return who can end reuse after so many blocks; `holders` remembers."""
+        if end not in holders:
+            point = reuse_point(chain[(end - 1) * BLOCK_HASH_BYTES : end * BLOCK_HASH_BYTES])
+            holders[end] = {number for number, _ in self._index.holders(point)}
+        return holders[end]
 
     # --- below --------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ from kvatlas.schemas.kv_events import (
     BlockStored,
     ControlRecord,
     Digest,
+    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
@@ -68,7 +69,9 @@ MAX_REJECTED_KINDS = 1024
 MAX_CONTROLS = 64
 _NEXT, _GONE = Verdict.next, Trust.gone
 #: kinds of events whose loss can leave the index wrong
-_STATEFUL = frozenset(["stored", "removed", "cleared", "inventory", "resync", "malformed"])
+_STATEFUL = frozenset(
+    ["stored", "removed", "cleared", "inventory", "resync", "doubted", "malformed"]
+)
 
 
 class _Counters(Struct):
@@ -210,13 +213,15 @@ class IndexState:
                 case AllBlocksCleared():
                     self._residency.clear(instance, event)
                 case WorkerUp():
-                    instance.info = event.info
+                    self._residency.introduce(instance, event.info)
                     self._fleet_version += 1
                 case WorkerDown():
                     self._end(instance, instance.epoch, f"down: {event.reason}")
                 case Resync():
                     self._counters.resyncs += 1
                     self._damage(instance, Damage.resync, "", effects)
+                case Doubted(reason):
+                    self._take_doubt(instance, reason)
                 case NamespaceSeen():
                     pass
         except IndexFull as error:
@@ -311,6 +316,13 @@ class IndexState:
     def _take_index_full(self, instance: Instance, error: IndexFull) -> None:
         self._counters.index_full += 1
         self._doubt(instance, Damage.index_full, str(error))
+
+    def _take_doubt(self, instance: Instance, reason: str) -> None:
+        if reason:
+            instance.damages[Damage.doubted] = reason
+            instance.trust = Trust.degraded
+        else:
+            instance.clear_doubt(Damage.doubted)
 
     # --- what is not a batch ------------------------------------------------------------------
 

@@ -35,6 +35,28 @@ class ScoreAnswer(Struct, frozen=True):
     connected: bool
 
 
+class KvatlasParams(Struct, frozen=True):
+    """The decision that a request follows, and how its prompt's KV gets to the worker."""
+
+    decision_id: str
+    plan: Plan
+
+
+class RemoteKvSource(Struct, frozen=True):
+    """The peer that vLLM's P2P tier asks for the blocks that it lacks, under an id of its own."""
+
+    kv_request_id: str
+    remote_host: str
+    remote_port: int
+
+
+class KvTransferParams(Struct, frozen=True, omit_defaults=True):
+    """`remote_kv_source` is left out where nothing is pulled, or not between such tiers."""
+
+    kvatlas: KvatlasParams
+    remote_kv_source: RemoteKvSource | None = None
+
+
 class RouteAnswer(Struct, frozen=True):
     """Where a request goes and how its prompt's KV gets there.
 
@@ -53,7 +75,7 @@ class RouteAnswer(Struct, frozen=True):
     prompt_tokens: int
     expected_ttft_ms: float
     plan: Plan
-    kv_transfer_params: dict[str, dict[str, str | Plan]]
+    kv_transfer_params: KvTransferParams
     candidates: tuple[CandidateScore, ...]
     num_candidates: int
     reasons: tuple[str, ...]

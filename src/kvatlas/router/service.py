@@ -28,6 +28,7 @@ from kvatlas.router.policies import Choice, Policy, policy_named
 from kvatlas.router.pricing import NOTHING_HELD, TERMS
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
 from kvatlas.router.requests import Report, ScoreRequest
+from kvatlas.router.transfer_params import transfer_params
 from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -196,7 +197,7 @@ class RouterService:
             prompt_tokens=decision.prompt_tokens,
             expected_ttft_ms=chosen.expected_ttft_ms,
             plan=plan,
-            kv_transfer_params={"kvatlas": {"decision_id": decision.id, "plan": plan}},
+            kv_transfer_params=transfer_params(decision.id, plan, gathered.lineup, choice.chosen),
             candidates=decision.candidates[:count],
             num_candidates=decision.num_candidates,
             reasons=decision.reasons,

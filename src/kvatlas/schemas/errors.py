@@ -10,6 +10,8 @@ KvatlasError
     InvalidSetting             a setting that is unknown or out of range
     InvalidSubject             a subject outside the grammar
     InvalidTrace               a line of a request trace
+    CaptureUnreadable          a file that is no recording of an engine's batches
+    CaptureDamaged             a recording that ends, or goes wrong, within a batch
     InvalidRequest             a field of a request, over HTTP or on the command line
       PromptTooLarge           more tokens or bytes than the limit
       RequestTooSlow           a body that does not come to its end
@@ -28,7 +30,9 @@ KvatlasError
     NoCandidate                no live worker for the request
     TransportUnavailable       a transfer library is missing or refuses
     RingUnusable               the file between engine and sidecar is no ring, or is taken
+    EndpointUnusable           an engine's socket that cannot be opened
     SidecarUnavailable         the sidecar does not answer its engine
+    NoAnswer                   a server that the doctor asks is away or answers something else
     EngineStopped              the engine ended while a request was in it
     ArchiveUnavailable         the archive's database does not answer
     PoolUnreadable             a file that is no serve pool, or not yet
@@ -113,6 +117,22 @@ class InvalidTrace(InvalidInput):
     def __init__(self, file: Path, line: int, problem: str) -> None:
         super().__init__(f"{file}:{line}: {problem}")
         self.file, self.line, self.problem = file, line, problem
+
+
+class CaptureUnreadable(InvalidInput):
+    """A file is no recording of an engine's batches, or cannot be opened."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"capture {path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+class CaptureDamaged(InvalidInput):
+    """A recording is whole up to `offset` only."""
+
+    def __init__(self, path: Path, offset: int, problem: str) -> None:
+        super().__init__(f"capture {path}: damaged at byte {offset}: {problem}")
+        self.path, self.offset, self.problem = path, offset, problem
 
 
 class InvalidRequest(InvalidInput):
@@ -215,8 +235,24 @@ class RingUnusable(Unavailable):
         self.path, self.problem = path, problem
 
 
+class EndpointUnusable(Unavailable):
+    """An engine's socket cannot be bound, connected to, or found."""
+
+    def __init__(self, endpoint: str, problem: str) -> None:
+        super().__init__(f"endpoint {endpoint}: {problem}")
+        self.endpoint, self.problem = endpoint, problem
+
+
 class SidecarUnavailable(Unavailable):
     """The sidecar is not there, went away, or does not answer its engine in time."""
+
+
+class NoAnswer(Unavailable):
+    """A server that the doctor asks is away, or answers something else."""
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(f"{url}: {problem}")
+        self.url, self.problem = url, problem
 
 
 class EngineStopped(Unavailable):

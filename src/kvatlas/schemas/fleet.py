@@ -1,5 +1,6 @@
 """What a worker is: the description in WorkerUp, and which KV may be exchanged with whom."""
 
+import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -42,7 +43,9 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     `models` are the names that requests may use; the first is the model of the namespace.
     `adapters` maps a LoRA adapter's name to its base model. `groups` are the KV groups that
     full-prefix reuse needs. `kv_fingerprint` is 16 bytes: equal hashes mean equal KV only where it
-    is equal, and an empty one means that nothing may be pulled.
+    is equal, and an empty one means that nothing may be pulled. With `ends_at_reuse_points` a match
+    counts up to its last reuse point only (ADR-0006). `p2p_address` (host:port) is where the
+    engine's own transfer tier listens, which other engines can be told to pull from.
     """
 
     base_url: str
@@ -55,6 +58,8 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     role: Role = Role.both
     sidecar: str = ""
     versions: dict[str, str] = {}
+    ends_at_reuse_points: bool = False
+    p2p_address: str = ""
 
     @property
     def model(self) -> str:
@@ -82,6 +87,17 @@ class KvLayout(Struct, frozen=True):
         """Return 16 bytes that are equal for workers which may exchange KV."""
         content = b"kvatlas/kv_fingerprint/1" + msgspec.msgpack.encode(self)
         return digest16(HashAlgorithm.sha256_128, content)
+
+
+_HOST_AND_PORT = re.compile(r"(.+):([0-9]{1,5})")
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Return the parts of `host:port` (an IPv6 host in brackets), None for anything else."""
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None or not 1 <= int(found[2]) <= 65_535:
+        return None
+    return found[1], int(found[2])
 
 
 class Trust(StrEnum):

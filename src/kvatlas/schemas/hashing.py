@@ -26,6 +26,7 @@ from kvatlas.schemas.errors import InvalidBlock
 
 MAX_BLOCK_TOKENS = 65_536
 _DOMAIN = b"kvatlas/1"
+_REUSE_POINT = b"kvatlas/reuse_point/1"
 
 _Buffer = bytes | bytearray | memoryview
 
@@ -131,6 +132,14 @@ def chain_blocks(algorithm: HashAlgorithm, parent: bytes, blocks: Iterable[bytes
         for block in blocks:
             hashes.append(parent := hashlib.sha256(parent + block).digest()[:BLOCK_HASH_BYTES])
     return b"".join(hashes)
+
+
+def reuse_point(block_hash: bytes) -> bytes:
+    """Return the name under which a worker holds the fact that reuse may end with the block.
+
+    A block of no prompt: its hash has a domain of its own (ADR-0006).
+    """
+    return xxhash.xxh3_128_digest(_REUSE_POINT + block_hash)
 
 
 def pack_tokens(tokens: _Buffer | Sequence[int]) -> bytes:

@@ -102,6 +102,15 @@ class Resync(Struct, frozen=True, array_like=True, tag="resync", gc=False):
     lost_to: int
 
 
+class Doubted(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
+    """Whoever speaks for the instance has missed something of the engine for good.
+
+    Until it is taken back with an empty reason, or a new epoch begins, nothing makes it exact.
+    """
+
+    reason: str
+
+
 class Inventory(Struct, frozen=True, array_like=True, tag="inventory", gc=False):
     """One part of all that a tier holds right after sequence `as_of_seq`; all parts replace it.
 
@@ -136,6 +145,7 @@ KvEvent = (
     | WorkerDown
     | NamespaceSeen
     | Resync
+    | Doubted
     | Inventory
     | Digest
 )

@@ -8,6 +8,7 @@ from kvatlas.schemas.ids import Tier
 from kvatlas.worker_hooks.raw_events import (
     EngineHash,
     RawCleared,
+    RawEngineBatch,
     RawEvent,
     RawListed,
     RawRemoved,
@@ -29,8 +30,8 @@ class WorkerHook:
 
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
-        self._held: Callable[[], Iterator[RawStored]] | None = None
-        self._listing: Iterator[RawStored] | None = None
+        self._held: Callable[[], Iterator[RawEvent]] | None = None
+        self._listing: Iterator[RawEvent] | None = None
         self._listings_begun = 0
         self._is_closed = False
         self.num_appended = 0
@@ -41,7 +42,7 @@ class WorkerHook:
         """Events for which the ring had no room."""
         return self._ring.num_dropped
 
-    def answer_listings(self, held: Callable[[], Iterator[RawStored]]) -> None:
+    def answer_listings(self, held: Callable[[], Iterator[RawEvent]]) -> None:
         """List with `held` what the engine holds whenever the sidecar asks for it.
 
         With it the sidecar recovers from a loss or a restart exactly. `held` yields parents before
@@ -88,6 +89,14 @@ class WorkerHook:
     def cleared(self, tier: Tier | None = None) -> None:
         """Report that a tier, or all of them, is empty."""
         self._append(RawCleared(tier))
+
+    def told(self, engine: str, payload: bytes) -> None:
+        """Report a batch in an engine's own format; the sidecar reads it with its adapter."""
+        self._append(RawEngineBatch(engine, payload))
+
+    def report(self, event: RawEvent) -> None:
+        """Report anything else."""
+        self._append(event)
 
     def pump(self) -> None:
         """Go on with a listing that the sidecar wants. An idle engine calls it now and then."""
@@ -137,7 +146,7 @@ class WorkerHook:
                 return
             self._append_only(block)
 
-    def _held_blocks(self) -> Iterator[RawStored]:
+    def _held_blocks(self) -> Iterator[RawEvent]:
         if self._held is not None:
             yield from self._held()
 

@@ -11,6 +11,8 @@ import msgspec
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 STOP_SECONDS = 15.0
+#: exit status of a sidecar that a newer epoch has replaced; starting it again would fight with it
+FENCED_STATUS = 3
 
 
 class SidecarProcess:

@@ -106,6 +106,11 @@ class Outbox:
             self._restart_lost()
         self.epoch = epoch
 
+    def introduce(self, up: WorkerUp) -> None:
+        """Say who speaks in other words from now on."""
+        self.up = up
+        self.add([up])
+
     def add(self, events: Iterable[KvEvent]) -> None:
         """Append events."""
         for event in events:

@@ -20,9 +20,11 @@ _Position = Annotated[int, Meta(ge=0, le=2**40)]
 class RawStored(Struct, frozen=True, array_like=True, tag="stored", gc=False):
     """The engine holds blocks of one chain now.
 
-    `tokens` are u32 LE, a full block for each hash. `parent` is that of the first block, None at
-    the beginning of a prompt. `extras` refer to positions of the prompt, in which tokens[0] is at
-    `first_token`. LoRA and salt matter without a parent only: a chain stays in its namespace.
+    `tokens` are u32 LE, a full block for each hash; empty where the engine names blocks by its
+    hashes alone: these are what the engine has told of them before, or will. `parent` is that of
+    the first block, None at the beginning of a prompt. `extras` refer to positions of the prompt,
+    in which tokens[0] is at `first_token`. LoRA and salt matter without a parent only: a chain
+    stays in its namespace.
     """
 
     engine_hashes: tuple[EngineHash, ...]
@@ -63,7 +65,65 @@ class RawLost(Struct, frozen=True, array_like=True, tag="lost", gc=False):
     listing_follows: bool
 
 
-RawEvent = RawStored | RawRemoved | RawCleared | RawListed | RawLost
+class RawGroupSeen(Struct, frozen=True, array_like=True, tag="group", gc=False):
+    """What a KV group is for; told before the first block of it, again when it changes.
+
+    `kind` is the engine's word, such as `full_attention` or `sliding_window`. A window is in
+    tokens; 0 where the kind has none.
+    """
+
+    group: int
+    kind: str
+    window_tokens: int = 0
+    block_tokens: int = 0
+
+
+class RawRestarted(Struct, frozen=True, array_like=True, tag="restarted", gc=False):
+    """The engine began anew: it holds nothing, and what follows is of another incarnation."""
+
+    reason: str
+
+
+class RawDoubted(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
+    """Whoever listens to the engine has missed something for good; an empty reason takes it back.
+
+    Until then what is told counts, but not as exact.
+    """
+
+    reason: str
+
+
+class RawForgotten(Struct, frozen=True, array_like=True, tag="forgotten", gc=False):
+    """What was held when the last doubt began and was not stored since is held no longer."""
+
+
+class RawHeld(Struct, frozen=True, array_like=True, tag="held", gc=False):
+    """How many (hash, group) pairs the engine's own block map has in `tier`, right now."""
+
+    num_pairs: int
+    tier: Tier = Tier.hbm
+
+
+class RawEngineBatch(Struct, frozen=True, array_like=True, tag="engine", gc=False):
+    """A batch in the engine's own format, as the adapter of that name reads it."""
+
+    engine: str
+    payload: bytes
+
+
+RawEvent = (
+    RawStored
+    | RawRemoved
+    | RawCleared
+    | RawListed
+    | RawLost
+    | RawGroupSeen
+    | RawRestarted
+    | RawDoubted
+    | RawForgotten
+    | RawHeld
+    | RawEngineBatch
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RawEvent] = msgspec.msgpack.Decoder(RawEvent)

@@ -3,19 +3,46 @@
 Pure; the sidecar reads the ring, tells the time and publishes.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec import Struct
 
-from kvatlas.schemas.errors import MalformedEvent
+from kvatlas.schemas.errors import InvalidSetting, MalformedBatch, MalformedEvent
 from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.kv_events import Doubted, WorkerUp
 from kvatlas.worker_hooks.edge import Edge
+from kvatlas.worker_hooks.engines.adapter import EngineAdapter
+from kvatlas.worker_hooks.engines.registry import adapter_of
 from kvatlas.worker_hooks.outbox import Outbox
-from kvatlas.worker_hooks.raw_events import RawEvent, RawListed, RawLost, decode_raw
+from kvatlas.worker_hooks.raw_events import (
+    RawDoubted,
+    RawEngineBatch,
+    RawEvent,
+    RawListed,
+    RawLost,
+    RawRestarted,
+    RawStored,
+    decode_raw,
+)
 from kvatlas.worker_hooks.ring import Lost
 
 #: an engine that changes under its own listing is asked again so often
 MAX_LISTING_RETRIES = 3
+#: adapters that are told of; what their blocks hold is told in any case
+MAX_ADAPTERS = 1024
+#: of a name, in characters
+MAX_NAME = 256
+
+
+class Reported(Struct, frozen=True):
+    """What the sidecar has to do after a report."""
+
+    #: ask the engine to list what it holds
+    wants_listing: bool = False
+    #: the engine is another incarnation now: a new epoch has to begin
+    is_restarted: bool = False
 
 
 class Reporter:
@@ -23,25 +50,35 @@ class Reporter:
 
     def __init__(self, edge: Edge, outbox: Outbox) -> None:
         self._edge, self._outbox = edge, outbox
+        #: engine -> the adapter that reads its batches
+        self._adapters: dict[str, EngineAdapter] = {}
         #: first sequence of the last inventory
         self._inventory_seq = 0
         self._num_malformed = 0
+        #: kind -> parts of engines' batches that became nothing
+        self._rejected: Counter[str] = Counter()
         #: listings in a row that the engine could not finish
         self._num_failed_listings = 0
+        #: said last; said again in each epoch
+        self._doubt = ""
 
-    def report(self, records: Iterable[bytes | Lost], writer_lists: bool) -> bool:
-        """Report what the ring gave; return whether the engine has to list what it holds.
+    def report(self, records: Iterable[bytes | Lost], writer_lists: bool) -> Reported:
+        """Report what the ring gave; return what that asks of the sidecar.
 
         A record that is no event is counted and costs nothing else. After a loss, an engine that
         cannot list leaves us with what we know: that becomes the inventory.
         """
-        events = [event for record in records if (event := self._read(record, writer_lists))]
-        self._outbox.add(self._edge.handle(events))
-        wants_listing = False
+        events = [event for record in records for event in self._read(record, writer_lists)]
+        num_mismatches = self._edge.counters.audit_mismatches
+        changes = self._edge.handle(events)
+        self._introduce(events)
+        self._outbox.add(changes)
+        wants_listing = writer_lists and self._edge.counters.audit_mismatches > num_mismatches
+        is_restarted = False
         for event in events:
             match event:
                 case RawLost():
-                    wants_listing = writer_lists
+                    wants_listing |= writer_lists
                     if not writer_lists:
                         self.put_inventory()
                 case RawListed(complete):
@@ -49,9 +86,13 @@ class Reporter:
                     self._num_failed_listings = 0 if complete else self._num_failed_listings + 1
                     if writer_lists and 0 < self._num_failed_listings <= MAX_LISTING_RETRIES:
                         wants_listing = True
+                case RawRestarted():
+                    is_restarted, self._doubt = True, ""
+                case RawDoubted(reason):
+                    self._doubt = reason
                 case _:
                     pass
-        return wants_listing
+        return Reported(wants_listing, is_restarted)
 
     def put_inventory(self) -> None:
         """Put the inventory, and digests to check it by, behind all that has happened.
@@ -59,7 +100,8 @@ class Reporter:
         Who speaks is said again with it: a reader may begin after WorkerUp has left the stream.
         """
         as_of_seq = self._outbox.seal()
-        self._outbox.add_inventory([self._outbox.up, *self._edge.inventory(as_of_seq)])
+        doubt = [Doubted(self._doubt)] if self._doubt else []
+        self._outbox.add_inventory([self._outbox.up, *doubt, *self._edge.inventory(as_of_seq)])
         self.put_digests()
         self._inventory_seq = as_of_seq + 1
 
@@ -77,6 +119,10 @@ class Reporter:
         """Report that blocks are not held which somebody believed in."""
         self._outbox.add(self._edge.disown(hashes))
 
+    def move_pooled(self, came: Iterable[bytes], left: Iterable[bytes]) -> None:
+        """Report blocks, by our hash, that came into the serve pool and that left it."""
+        self._outbox.add(self._edge.move_pooled(came, left))
+
     def begin_epoch(self, epoch: int) -> None:
         """Speak in this epoch from now on; what an earlier one said counts no more."""
         if self._outbox.epoch is not None:
@@ -92,15 +138,45 @@ class Reporter:
     def counters(self) -> dict[str, int]:
         """Return what was counted here and below."""
         counters: dict[str, int] = msgspec.structs.asdict(self._edge.counters)
+        counters["unnamed_blocks"] = self._edge.num_unnamed
         counters["malformed_events"] = self._num_malformed
+        counters |= {f"rejected_{kind}": count for kind, count in self._rejected.items()}
         counters["outbox_overflows"] = self._outbox.num_overflows
         return counters
 
-    def _read(self, record: bytes | Lost, writer_lists: bool) -> RawEvent | None:
+    def _introduce(self, events: Iterable[RawEvent]) -> None:
+        """Say ahead of the blocks what they show of the engine: its adapters, its windows."""
+        info = self._outbox.up.info
+        adapters = dict(info.adapters)
+        for event in events:
+            if isinstance(event, RawStored) and event.lora and len(adapters) < MAX_ADAPTERS:
+                adapters.setdefault(event.lora[:MAX_NAME], info.model)
+        known = msgspec.structs.replace(
+            info, adapters=adapters, ends_at_reuse_points=self._edge.ends_at_reuse_points
+        )
+        if known != info:
+            self._outbox.introduce(WorkerUp(known))
+
+    def _read(self, record: bytes | Lost, writer_lists: bool) -> Sequence[RawEvent]:
         if isinstance(record, Lost):
-            return RawLost(record.num_records, writer_lists)
+            return [RawLost(record.num_records, writer_lists)]
         try:
-            return decode_raw(record)
-        except MalformedEvent:
+            event = decode_raw(record)
+            if isinstance(event, RawEngineBatch):
+                return self._read_batch(event)
+        except (MalformedEvent, MalformedBatch, InvalidSetting):
             self._num_malformed += 1
-            return None
+            return []
+        if isinstance(event, RawRestarted):
+            self._adapters.clear()  # the next one tells its groups anew
+        return [event]
+
+    def _read_batch(self, batch: RawEngineBatch) -> list[RawEvent]:
+        adapter = self._adapters.get(batch.engine)
+        if adapter is None:
+            adapter = self._adapters[batch.engine] = adapter_of(
+                batch.engine, self._edge.block_tokens
+            )
+        decoded = adapter.decode(batch.payload)
+        self._rejected.update(rejected.kind for rejected in decoded.rejected)
+        return decoded.events

@@ -14,13 +14,11 @@ import msgspec
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.schemas.errors import KvatlasError
 from kvatlas.worker_hooks.exchange import make_pool
+from kvatlas.worker_hooks.launch import FENCED_STATUS
 from kvatlas.worker_hooks.process import leaves, process_ended, signals_call, until_not
 from kvatlas.worker_hooks.ring import RingReader
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 from kvatlas.worker_hooks.sidecar_service import FENCED, Sidecar
-
-#: exit status after a newer epoch has replaced this one; starting it again would fight with it
-FENCED_STATUS = 3
 
 
 async def run_sidecar(options: SidecarOptions) -> str:

@@ -9,7 +9,13 @@ from msgspec import Meta, Struct
 from kvatlas import __version__
 from kvatlas.events.subjects import lease_subject
 from kvatlas.schemas.errors import InvalidSetting
-from kvatlas.schemas.fleet import NamespaceDescriptor, Role, TierCapacity, WorkerInfo
+from kvatlas.schemas.fleet import (
+    NamespaceDescriptor,
+    Role,
+    TierCapacity,
+    WorkerInfo,
+    host_and_port,
+)
 from kvatlas.schemas.ids import InstanceId, Tier
 
 #: of the operating system
@@ -42,6 +48,10 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     #: blocks that the engine's own memory takes
     num_blocks: int = 0
     versions: dict[str, str] = {}
+    #: where the engine's own transfer tier listens (host:port); empty where it has none
+    p2p_address: str = ""
+    #: events come from outside the engine, which tells each copy of a block
+    counts_copies: bool = False
 
     ring_path: str
     socket_path: str
@@ -49,6 +59,8 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     #: slots of the serve pool and bytes of each; 0 serves and pulls nothing
     num_slots: Annotated[int, Meta(ge=0)] = 0
     block_bytes: Annotated[int, Meta(ge=0)] = 0
+    #: the pool holds copies, which the fleet knows as `dram`; else it is the engine's own memory
+    tells_pool: bool = False
     #: how blocks travel: `nixl`, `memory` within one process, `none`
     transport: Annotated[str, Meta(pattern="^(nixl|memory|none)$")] = "nixl"
 
@@ -79,7 +91,8 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.num_slots and not (self.pool_path and self.block_bytes):
             problem = f"{self.num_slots} slots need pool_path and block_bytes"
             raise InvalidSetting("num_slots", "sidecar", problem)
-
+        if self.p2p_address and host_and_port(self.p2p_address) is None:
+            raise InvalidSetting("p2p_address", "sidecar", "expected host:port")
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             problem = f"a path of {len(self.socket_path)}, the limit is {MAX_SOCKET_PATH_BYTES}"
             raise InvalidSetting("socket_path", "sidecar", problem)
@@ -108,4 +121,5 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             role=self.role,
             sidecar=lease_subject(self.instance),
             versions={"kvatlas": __version__, **self.versions},
+            p2p_address=self.p2p_address,
         )

@@ -52,6 +52,7 @@ from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.exchange import BlockExchange, missing_all
 from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.pool_watch import PoolWatch
 from kvatlas.worker_hooks.reporter import Reporter
 from kvatlas.worker_hooks.ring import RingReader
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
@@ -64,6 +65,8 @@ QUIET_SECONDS, SLEEP_SECONDS = 0.005, 0.05
 #: bytes of the ring handled before other tasks run: a few milliseconds
 SLICE_BYTES = 128 * 1024
 RETRY_SECONDS = 0.2
+#: how often the serve pool is looked at for blocks that came and went
+POOL_SECONDS = 0.02
 #: pause after a batch that the broker refuses; what refuses one may refuse all
 REFUSED_SECONDS = 1.0
 #: an expired instance does not come back faster than this
@@ -101,6 +104,8 @@ class Sidecar:
             options.groups,
             options.fleet_key,
             include_tokens=options.include_tokens,
+            counts_copies=options.counts_copies,
+            has_pool=options.tells_pool,
         )
         up = WorkerUp(options.worker_info())
         self._outbox = Outbox(options.instance, up, options.max_outbox_bytes)
@@ -165,8 +170,11 @@ class Sidecar:
         records = self._ring.read(SLICE_BYTES)
         if not records:
             return False
-        if self._reporter.report(records, self._ring.writer_lists):
+        reported = self._reporter.report(records, self._ring.writer_lists)
+        if reported.wants_listing:
             self._ring.want_listing()
+        if reported.is_restarted:
+            self._is_epoch_over.set()
         self._work.set()
         return True
 
@@ -201,6 +209,8 @@ class Sidecar:
             await self._bus.serve(inventory_subject(self._instance), self._answer_inventory)
             if self._pool is not None:
                 tasks.create_task(self._exchange_blocks(self._pool))
+                if self._options.tells_pool:
+                    tasks.create_task(self._watch_pool(PoolWatch(self._pool)))
 
     async def _live(self) -> None:
         """Hold one epoch after the other; a new one begins when the last was declared dead."""
@@ -317,6 +327,14 @@ class Sidecar:
             await self._bus.serve(lease_subject(self._instance), exchange.answer_lease)
             self._exchange = exchange
             await asyncio.get_running_loop().create_future()
+
+    async def _watch_pool(self, watch: PoolWatch) -> None:
+        while True:
+            came, left = watch.look()
+            if came or left:
+                self._reporter.move_pooled(came, left)
+                self._work.set()
+            await asyncio.sleep(POOL_SECONDS)
 
     # --- the engine's questions ------------------------------------------------------------
 

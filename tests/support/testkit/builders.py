@@ -37,8 +37,8 @@ def an_info(model: str = MODEL, block_tokens: int = 4, **more: object) -> Worker
     return WorkerInfo("http://127.0.0.1:1", (model,), NamespaceDescriptor(block_tokens), **more)  # type: ignore[arg-type]
 
 
-def up(model: str = MODEL) -> WorkerUp:
-    return WorkerUp(an_info(model))
+def up(model: str = MODEL, **more: object) -> WorkerUp:
+    return WorkerUp(an_info(model, **more))  # type: ignore[arg-type]
 
 
 def stored(*blocks: int, tier: Tier = Tier.hbm, parent: int | None = None) -> BlockStored:

@@ -8,6 +8,7 @@ from kvatlas.schemas.kv_events import (
     BlockRemoved,
     BlockStored,
     Digest,
+    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
@@ -83,7 +84,7 @@ class Fold:
                 self._roots.add(event.root)
             case WorkerDown():
                 self.down = event.reason
-            case WorkerUp():
+            case WorkerUp() | Doubted():
                 pass
 
     def _take_part(self, part: Inventory) -> None:

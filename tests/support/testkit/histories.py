@@ -12,6 +12,7 @@ from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
+    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
@@ -56,7 +57,8 @@ def _events(draw: st.DrawFn) -> KvEvent:
         case 9:
             return digest(*blocks, tier=tier)
         case 10:
-            return up() if draw(st.booleans()) else Resync(0, 0)
+            said: list[KvEvent] = [up(), Resync(0, 0), Doubted("why"), Doubted("")]
+            return draw(st.sampled_from(said))
         case _:
             return up() if draw(st.booleans()) else WorkerDown("end")
 

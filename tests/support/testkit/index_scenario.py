@@ -32,10 +32,21 @@ from kvatlas.indexer.stimuli import (
     Stimulus,
     stimulus_of,
 )
+from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import AllBlocksCleared, KvEvent, RejectedEvent, Resync, WorkerDown
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Doubted,
+    KvEvent,
+    RejectedEvent,
+    Resync,
+    WorkerDown,
+)
 from testkit.builders import (
     MODEL,
+    ROOT,
     a_batch,
     a_control,
     digest,
@@ -131,7 +142,7 @@ def _event(words: list[str]) -> KvEvent:
     tier = Tier[named.get("tier", "hbm")]
     match verb:
         case "up":
-            return up()
+            return up(ends_at_reuse_points="points" in rest)
         case "down":
             return WorkerDown(" ".join(rest))
         case "stored":
@@ -142,8 +153,14 @@ def _event(words: list[str]) -> KvEvent:
             return digest(*blocks, tier=tier)
         case "cleared":
             return AllBlocksCleared(tier if "tier" in named else None)
+        case "points":
+            return BlockStored(ROOT, b"".join(map(reuse_point, map(hashes, blocks))))
+        case "unpoint":
+            return BlockRemoved(ROOT, b"".join(map(reuse_point, map(hashes, blocks))))
         case "resync":
             return Resync(0, 0)
+        case "doubted":
+            return Doubted(" ".join(rest))
         case "inventory":
             part, parts = map(int, named.get("part", "1/1").split("/"))
             return inventory(*blocks, as_of=int(named["as_of"]), tier=tier, part=part, parts=parts)

@@ -1,0 +1,110 @@
+"""The command `bridge`: beside an engine that knows nothing of us.
+
+Registers itself on the application of `commands`; `__main__` imports both.
+"""
+
+import logging
+from typing import Annotated
+
+import typer
+
+from kvatlas.commands import (
+    Config,
+    Creds,
+    Nats,
+    SetFlags,
+    _hex,
+    _run,
+    _settings,
+    _with_broker,
+    app,
+)
+
+
+@app.command()
+def bridge(
+    engine: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")],
+    worker: Annotated[str, typer.Option(help="Name of the worker in the fleet.")],
+    model: Annotated[str, typer.Option(help="Model of the engine, as requests name it.")],
+    endpoint: Annotated[
+        str, typer.Option(help="Where the engine publishes, tcp://HOST:PORT.")
+    ] = "",
+    replay_endpoint: Annotated[
+        str, typer.Option(help="Its replay socket; none: what is missed is missed for good.")
+    ] = "",
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="The only rank, at exactly these endpoints.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks 0..N-1, at ports that count up.")
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(min=0, max=65_536, help="Tokens of a block; 0: learn it.")
+    ] = 0,
+    binds: Annotated[
+        bool,
+        typer.Option(
+            "--bind/--connect",
+            help="Bind the endpoint where the engine connects to it (its endpoint has no `*`).",
+        ),
+    ] = False,
+    num_blocks: Annotated[
+        int, typer.Option(min=0, help="KV blocks of the engine; 0: learn it from --engine-url.")
+    ] = 0,
+    engine_url: Annotated[str, typer.Option(help="The engine's HTTP server.")] = "",
+    base_url: Annotated[
+        str, typer.Option(help="Where the engine takes requests; none: --engine-url.")
+    ] = "",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter of the engine; may be repeated. Others are learnt."),
+    ] = None,
+    kv_fingerprint: Annotated[
+        str, typer.Option(help="32 hex digits, equal where engines may exchange KV.")
+    ] = "",
+    p2p_address: Annotated[
+        str, typer.Option(help="Where rank 0's own transfer tier listens, HOST:PORT.")
+    ] = "",
+    report_seconds: Annotated[float, typer.Option(min=0.1, help="How often to log counts.")] = 60.0,
+    nats: Nats = None,
+    creds: Creds = None,
+    config: Config = None,
+    set_: SetFlags = None,
+) -> None:
+    """Report an unmodified engine's KV events, replayed and repaired, until stopped."""
+    from kvatlas.runtime_folder import runtime_folder
+    from kvatlas.worker_hooks.bridge.options import BridgeOptions
+    from kvatlas.worker_hooks.bridge.run import run_bridge
+    from kvatlas.worker_hooks.launch import FENCED_STATUS
+    from kvatlas.worker_hooks.sidecar_service import FENCED
+
+    settings = _with_broker(_settings(config, nats, creds, set_))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s bridge %(levelname)s %(message)s")
+    options = BridgeOptions(
+        engine=engine,
+        nats_url=settings.nats.url,
+        creds_file=settings.nats.credentials,
+        worker=worker,
+        model=model,
+        endpoint=endpoint,
+        replay_endpoint=replay_endpoint,
+        binds=binds,
+        rank=rank,
+        num_ranks=ranks,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        engine_url=engine_url.rstrip("/"),
+        base_url=base_url,
+        adapters=tuple(adapter or ()),
+        kv_fingerprint=_hex(kv_fingerprint, "flag --kv-fingerprint"),
+        p2p_address=p2p_address,
+        report_seconds=report_seconds,
+        fleet_key=settings.fleet.key_bytes,
+        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
+        digest_seconds=settings.sidecar.digest_seconds,
+        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+    )
+    with runtime_folder() as folder:
+        reason = _run(run_bridge(options, folder))
+    if reason == FENCED:
+        raise typer.Exit(FENCED_STATUS)

@@ -1,0 +1,1 @@
+"""Looks for silent misses: whether the router believes of an engine what the engine does."""

@@ -1,0 +1,84 @@
+"""What a plugin puts beside its engine: a ring in shared memory and the sidecar that reads it."""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.runtime_folder import runtime_folder
+from kvatlas.schemas.settings import Settings, load_settings
+from kvatlas.worker_hooks.hook import WorkerHook
+from kvatlas.worker_hooks.launch import FENCED_STATUS, SidecarProcess, start_sidecar
+from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+
+#: a sidecar that ends is started again no sooner than this after the last time
+REVIVE_SECONDS = 2.0
+#: TOML file of settings, as --config is for the roles of the command line
+CONFIG_VARIABLE = "KVATLAS_CONFIG"
+
+_log = logging.getLogger(__name__)
+
+
+class BesideEngine:
+    """A hook, its sidecar process and the folder of both; `close` ends and removes them."""
+
+    def __init__(self, options: SidecarOptions, *, lists: bool = False) -> None:
+        """Start them; the options' paths are replaced. Raises KvatlasError or OSError."""
+        with contextlib.ExitStack() as owned:
+            self.folder = owned.enter_context(runtime_folder())
+            self.options = msgspec.structs.replace(
+                options,
+                ring_path=str(self.folder / "ring"),
+                socket_path=str(self.folder / "socket"),
+                pool_path=str(self.folder / "pool") if options.num_slots else "",
+            )
+            self.options.validate()
+            ring = RingWriter.create(Path(self.options.ring_path), lists=lists)
+            self.hook = WorkerHook(ring)
+            owned.callback(self.hook.close)
+            self.sidecar: SidecarProcess = start_sidecar(self.options)
+            owned.callback(lambda: self.sidecar.stop())
+            self._owned = owned.pop_all()
+        #: sidecars started so far; another one has made a serve pool of its own
+        self.generation = 1
+        self._revive_at = 0.0
+        self._is_closed = False
+
+    def revive(self) -> None:
+        """Start the sidecar again if it has ended, unless another instance has taken its place.
+
+        It asks the engine to list what it holds, so nothing is lost but time.
+        """
+        if self._is_closed or self.sidecar.exit_status in (None, FENCED_STATUS):
+            return
+        if time.monotonic() < self._revive_at:
+            return
+        self._revive_at = time.monotonic() + REVIVE_SECONDS
+        _log.error("kvatlas: the sidecar has ended with %s; again", self.sidecar.exit_status)
+        try:
+            self.sidecar = start_sidecar(self.options)
+            self.generation += 1
+        except OSError as error:
+            _log.error("kvatlas: no sidecar: %s", error)
+
+    def close(self) -> None:
+        """Let the sidecar publish what is left, then end it. Idempotent."""
+        self._is_closed = True
+        self._owned.close()
+
+
+def plugin_settings() -> Settings:
+    """Return the settings of an engine's environment; raises InvalidSetting."""
+    file = os.environ.get(CONFIG_VARIABLE)
+    return load_settings(Path(file) if file else None)
+
+
+def default_worker(port: int | None) -> str:
+    """Return a name for an engine that was given none; two that share it fence each other."""
+    host = socket.gethostname()
+    return host if port is None else f"{host}-{port}"

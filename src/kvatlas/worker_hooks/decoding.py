@@ -1,0 +1,338 @@
+"""What a recording comes to: frames -> adapter -> edge, event by event, as the bridge does it live.
+
+    (worker, rank) -> Edge                    what the engine holds there
+    (topic, rank)  -> _Stream                 its last sequence, for gaps and restarts
+
+Pure; `kvatlas decode` prints the story and the report.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+
+from kvatlas.schemas.errors import MalformedBatch
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS
+from kvatlas.worker_hooks.captures import Frame
+from kvatlas.worker_hooks.edge import Edge
+from kvatlas.worker_hooks.engines.adapter import Decoded, EngineAdapter
+from kvatlas.worker_hooks.engines.registry import adapter_of
+from kvatlas.worker_hooks.raw_events import (
+    EngineHash,
+    RawCleared,
+    RawEvent,
+    RawGroupSeen,
+    RawRemoved,
+    RawRestarted,
+    RawStored,
+)
+
+#: where nothing in a recording says how large blocks are, none is named
+_ANY_BLOCK_TOKENS = 16
+
+
+class DecodeOptions(Struct, frozen=True, kw_only=True):
+    """How a recording is read; what is None comes from the recording."""
+
+    engine: str
+    block_tokens: int | None = None
+    model: str | None = None
+    worker: str | None = None
+    #: for frames that nothing names a worker for
+    file_stem: str = "worker"
+
+
+class Counts(Struct):
+    """What happened in a recording; blocks where nothing else is said."""
+
+    stored: int = 0
+    removed: int = 0
+    #: clears
+    cleared: int = 0
+    duplicates: int = 0
+    #: stores whose parent was not known when they came
+    orphans_parked: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    stored_events: int = 0
+    removed_events: int = 0
+    #: holes in sequences, however wide
+    gaps: int = 0
+
+
+def names_of(topic: str) -> tuple[str, str]:
+    """Return (worker, model) of a topic `kv@WORKER@MODEL`; a model may have more @ in it."""
+    parts = topic.split("@", 2)
+    if len(parts) == 3 and parts[0] == "kv":
+        return parts[1], parts[2]
+    return topic, ""
+
+
+class Decoding:
+    """Reads a recording once to learn the block sizes, then once for good.
+
+    `story` yields lines while it reads; after its end `report` is true.
+    """
+
+    def __init__(self, frames: Sequence[Frame], options: DecodeOptions) -> None:
+        self._frames, self._options = frames, options
+        self._workers: dict[str, _Worker] = {}
+        self._streams: dict[tuple[str, int], _Stream] = {}
+        self._rejected: Counter[str] = Counter()
+        self.counts = Counts()
+
+    def story(self) -> Iterator[str]:
+        """Yield a line for everything that an event became, and for what became nothing."""
+        sizes = _block_sizes(self._frames, self._options, self._worker_of)
+        for frame in self._frames:
+            name = self._worker_of(frame)
+            worker = self._workers.get(name)
+            if worker is None:
+                model = self._options.model or names_of(frame.topic)[1] or "unnamed"
+                size = sizes.get(name, _ANY_BLOCK_TOKENS)
+                worker = self._workers[name] = _Worker(name, model, size, self._options)
+                yield f"{name}: model {model}, blocks of {size} tokens"
+            yield from self._frame(worker, frame)
+        self._sum_up()
+
+    def reject(self, kind: str) -> None:
+        """Count what the reader of the file could not read."""
+        self._rejected[kind] += 1
+
+    def report(self) -> dict[str, Any]:
+        """Return the resident sets and the counts, ready for JSON."""
+        workers = {
+            name: {str(rank): _resident(edge) for rank, edge in sorted(worker.edges.items())}
+            for name, worker in sorted(self._workers.items())
+        }
+        self._sum_up()
+        counts = {key: getattr(self.counts, key) for key in self.counts.__struct_fields__}
+        return {"workers": workers, "counts": counts}
+
+    def _worker_of(self, frame: Frame) -> str:
+        name = names_of(frame.topic)[0]
+        return self._options.worker or name or frame.topic or self._options.file_stem
+
+    # --- a frame ----------------------------------------------------------------------------
+
+    def _frame(self, worker: "_Worker", frame: Frame) -> Iterator[str]:
+        where = worker.name if frame.sequence is None else f"{worker.name} #{frame.sequence}"
+        try:
+            decoded = worker.adapter.decode(frame.payload)
+        except MalformedBatch as error:
+            self._rejected["malformed_batch"] += 1
+            yield from self._sequence(worker, frame, worker.only_rank(), where)
+            yield f"{where}: rejected (malformed_batch): {error}"
+            return
+        rank = worker.only_rank() if decoded.rank is None else decoded.rank
+        edge = worker.edge(rank)
+        stream = self._streams.get((frame.topic, rank))
+        if stream is not None and stream.is_repeated(frame):
+            yield f"{where}: the same batch again, left out"
+            return
+        yield from self._sequence(worker, frame, rank, where)
+        self._count_removed(decoded)
+        rejected = list(decoded.rejected)
+        positions = decoded.positions or tuple(range(len(decoded.events)))
+        for position, event in zip(positions, decoded.events, strict=False):
+            while rejected and rejected[0].position < position:
+                yield self._rejection(where, rejected.pop(0))
+            for line in self._event(worker, edge, event):
+                yield f"{where}.{position}: {line}"
+        for one in rejected:
+            yield self._rejection(where, one)
+
+    def _sequence(self, worker: "_Worker", frame: Frame, rank: int, where: str) -> Iterator[str]:
+        """Compare with the batch before: a hole is noted, a step back is a new engine."""
+        if frame.sequence is None:
+            return
+        stream = self._streams.get((frame.topic, rank))
+        if stream is None or stream.incarnation != frame.incarnation:
+            if frame.sequence > 1:
+                yield f"{where}: the recording begins in the middle"
+        elif frame.sequence <= stream.sequence:
+            worker.edge(rank).handle([RawRestarted("its sequence went back")])
+            yield f"{where}: engine restarted (after #{stream.sequence}), all of it forgotten"
+        elif frame.sequence > stream.sequence + 1:
+            self.counts.gaps += 1
+            missing = frame.sequence - stream.sequence - 1
+            yield f"{where}: gap, {missing} missing after #{stream.sequence}"
+        self._streams[frame.topic, rank] = _Stream(frame.sequence, frame.incarnation, frame.payload)
+
+    def _rejection(self, where: str, rejected: Any) -> str:
+        self._rejected[rejected.kind] += 1
+        return f"{where}.{rejected.position}: rejected ({rejected.kind}): {rejected.reason}"
+
+    def _count_removed(self, decoded: Decoded) -> None:
+        """Count removals as told: one that names no tier became one of each."""
+        widest: dict[int, Counter[tuple[int, int]]] = {}
+        positions = decoded.positions or tuple(range(len(decoded.events)))
+        for position, event in zip(positions, decoded.events, strict=False):
+            if isinstance(event, RawRemoved):
+                by_tier = widest.setdefault(position, Counter())
+                by_tier[event.tier, event.group] += len(event.engine_hashes)
+        self.counts.removed += sum(max(by_tier.values()) for by_tier in widest.values())
+        self.counts.removed_events += len(widest)
+
+    # --- an event ---------------------------------------------------------------------------
+
+    def _event(self, worker: "_Worker", edge: Edge, event: RawEvent) -> Iterator[str]:
+        if isinstance(event, RawGroupSeen):
+            worker.see_group(event)
+            yield f"group {event.group} is {event.kind}, window {event.window_tokens}"
+            return
+        if isinstance(event, RawStored):
+            self.counts.stored += len(event.engine_hashes)
+            self.counts.stored_events += 1
+            if event.tokens and len(event.tokens) != worker.block_bytes * len(event.engine_hashes):
+                # held, whatever it is; the edge would take it for a contradiction
+                self._rejected["block_size"] += 1
+                found = len(event.tokens) // 4 // len(event.engine_hashes)
+                yield f"rejected (block_size): tokens of blocks of {found}, held without a name"
+                event = _without_tokens(event)
+        self.counts.cleared += isinstance(event, RawCleared)
+        before = _snapshot(edge)
+        edge.handle([event])
+        duplicates, parked, orphaned, contradictions, unknown = (
+            now - then for now, then in zip(_snapshot(edge), before, strict=True)
+        )
+        if contradictions:
+            self._rejected["contradiction"] += contradictions
+        if orphaned:
+            self._rejected["orphan_given_up"] += orphaned
+        notes = [
+            (duplicates, f"{duplicates} held already"),
+            (parked, "waits for its parent"),
+            (contradictions, "rejected (contradiction)"),
+            (unknown, f"{unknown} not held"),
+        ]
+        yield "; ".join([_told(event), *(note for number, note in notes if number > 0)])
+
+    def _sum_up(self) -> None:
+        edges = [edge for worker in self._workers.values() for edge in worker.edges.values()]
+        self.counts.duplicates = sum(edge.counters.duplicate_blocks for edge in edges)
+        self.counts.orphans_parked = sum(edge.counters.parked_events for edge in edges)
+        self.counts.rejected = dict(sorted(self._rejected.items()))
+
+
+class _Stream(Struct, frozen=True):
+    """Where the batches of a rank are."""
+
+    sequence: int
+    incarnation: int | None
+    payload: bytes
+
+    def is_repeated(self, frame: Frame) -> bool:
+        return frame.sequence == self.sequence and frame.payload == self.payload
+
+
+class _Worker:
+    """An engine with its ranks; they have their groups in common."""
+
+    def __init__(self, name: str, model: str, block_tokens: int, options: DecodeOptions) -> None:
+        self.name, self._model = name, model
+        self._descriptor = NamespaceDescriptor(block_tokens)
+        self.block_bytes = 4 * block_tokens
+        self.adapter: EngineAdapter = adapter_of(options.engine, block_tokens)
+        self.edges: dict[int, Edge] = {}
+        self._groups: dict[int, RawGroupSeen] = {}
+
+    def only_rank(self) -> int:
+        """Return the rank of a batch that names none."""
+        return next(iter(self.edges)) if len(self.edges) == 1 else 0
+
+    def edge(self, rank: int) -> Edge:
+        edge = self.edges.get(rank)
+        if edge is None:
+            edge = self.edges[rank] = Edge(self._model, self._descriptor, counts_copies=True)
+            edge.handle(self._groups.values())
+        return edge
+
+    def see_group(self, seen: RawGroupSeen) -> None:
+        self._groups[seen.group] = seen
+        for edge in self.edges.values():
+            edge.handle([seen])
+
+
+def _without_tokens(event: RawStored) -> RawStored:
+    """Return a store that says what is held and nothing of what it is."""
+    return RawStored(event.engine_hashes, event.parent, b"", event.tier, group=event.group)
+
+
+def _block_sizes(
+    frames: Sequence[Frame], options: DecodeOptions, worker_of: Callable[[Frame], str]
+) -> dict[str, int]:
+    """Return each worker's block size: that of the most blocks told with their tokens.
+
+    Windowed groups count only where nothing else is told.
+    """
+    adapters: dict[str, EngineAdapter] = {}
+    found: dict[str, Counter[int]] = {}
+    for frame in frames:
+        name = worker_of(frame)
+        if options.block_tokens is not None:
+            found[name] = Counter([options.block_tokens])
+            continue
+        adapter = adapters.setdefault(name, adapter_of(options.engine))
+        try:
+            events = adapter.decode(frame.payload).events
+        except MalformedBatch:
+            continue
+        for event in events:
+            if isinstance(event, RawStored) and event.tokens and event.engine_hashes:
+                size = len(event.tokens) // 4 // len(event.engine_hashes)
+                if 1 <= size <= MAX_BLOCK_TOKENS:
+                    found.setdefault(name, Counter())[size] += len(event.engine_hashes)
+    return {name: max(sizes, key=lambda size: (sizes[size], size)) for name, sizes in found.items()}
+
+
+def _snapshot(edge: Edge) -> tuple[int, int, int, int, int]:
+    now = edge.counters
+    return (
+        now.duplicate_blocks,
+        now.parked_events,
+        now.orphaned_events,
+        now.rejected_events,
+        now.unknown_removals,
+    )
+
+
+def _resident(edge: Edge) -> dict[str, dict[str, dict[str, Any]]]:
+    return {
+        str(group): {
+            tier.name: {"blocks": len(held), "engine_hashes": sorted(map(hash_text, held))}
+            for tier, held in sorted(by_tier.items())
+        }
+        for group, by_tier in sorted(edge.resident().items())
+    }
+
+
+def hash_text(engine_hash: EngineHash) -> str:
+    """Return a hash as people read it: 16 hex digits for an integer, all of a digest."""
+    if isinstance(engine_hash, bytes):
+        return engine_hash.hex()
+    return f"{engine_hash & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def _told(event: RawEvent) -> str:
+    match event:
+        case RawStored():
+            parent = "a root" if event.parent is None else f"below {hash_text(event.parent)}"
+            what = f"named, {parent}" if event.tokens else "by hash"
+            extras = f", lora {event.lora}" if event.lora else ""
+            extras += ", salted" if event.cache_salt else ""
+            where = f"{event.tier.name} group {event.group}"
+            return f"stored {_listed(event.engine_hashes)} in {where} ({what}{extras})"
+        case RawRemoved():
+            where = f"{event.tier.name} group {event.group}"
+            return f"removed {_listed(event.engine_hashes)} from {where}"
+        case RawCleared(tier):
+            return f"cleared {'every tier' if tier is None else tier.name}"
+        case _:
+            return type(event).__name__
+
+
+def _listed(hashes: Sequence[EngineHash]) -> str:
+    head = " ".join(hash_text(one) for one in hashes[:4])
+    return head if len(hashes) <= 4 else f"{head} ... ({len(hashes)})"

@@ -1,0 +1,122 @@
+"""The batches that vLLM, SGLang and whoever follows them put on the wire, as plain fields.
+
+    batch   [ts, events, rank?, ...]
+    event   {"type": tag, field: value, ...}, or [tag, value, ...] in declared order,
+            or either of them packed once more into a bin
+
+Every event is taken apart on its own, so that one which cannot be read costs only itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvatlas.schemas.errors import BatchTooLarge, MalformedBatch
+from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected
+from kvatlas.worker_hooks.engines.objects import BadValue
+from kvatlas.worker_hooks.raw_events import RawEvent
+
+MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
+
+_plain = msgspec.msgpack.Decoder()
+_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+#: what a decoder says to bytes that it cannot read; TypeError is for keys that are no keys
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
+
+#: what a reader makes of an event: raw events, and problems of parts that do not spoil the rest
+Said = Iterator[RawEvent | BadValue]
+
+
+class Fields(NamedTuple):
+    """An event: its tag, its fields by name, and the names that nobody knows."""
+
+    tag: str
+    values: dict[str, Any]
+    unknown: tuple[str, ...]
+
+
+def decode_batch(
+    payload: bytes, fields_of: Mapping[str, Sequence[str]], read: Callable[[Fields], Said]
+) -> Decoded:
+    """Return what `read` makes of each event of a batch.
+
+    `fields_of` has each known tag's fields in declared order. What `read` raises as BadValue is the
+    end of that event alone. Raises MalformedBatch, also for a map: no engine sends one as a batch.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise BatchTooLarge(len(payload), MAX_PAYLOAD_BYTES)
+    events, rank = _frame_parts(payload)
+    said: list[RawEvent] = []
+    positions: list[int] = []
+    rejected: list[Rejected] = []
+    for position, event in enumerate(events):
+        try:
+            fields = _fields(_unpacked(event), fields_of)
+            for name in fields.unknown:
+                rejected.append(Rejected(position, "unknown_field", f"{fields.tag}.{name}"))
+            for part in read(fields):
+                if isinstance(part, BadValue):
+                    rejected.append(Rejected(position, part.kind, str(part)))
+                else:
+                    said.append(part)
+                    positions.append(position)
+        except BadValue as error:
+            rejected.append(Rejected(position, error.kind, str(error)))
+    return Decoded(said, rejected, rank, tuple(positions))
+
+
+def _frame_parts(payload: bytes) -> tuple[list[Any], int | None]:
+    """Return the events, decoded or raw, and the rank."""
+    try:
+        batch = _plain.decode(payload)
+        if not isinstance(batch, list):
+            raise MalformedBatch(f"a batch is an array, not {type(batch).__name__}")
+        events = batch[1] if len(batch) > 1 else None
+        rank = batch[2] if len(batch) > 2 else None
+    except _UNREADABLE:
+        # something in it is no msgpack that we read: find out which event
+        events, rank = _raw_parts(payload)
+    if not isinstance(events, list):
+        raise MalformedBatch("the second element of a batch is its list of events")
+    return events, rank if type(rank) is int and 0 <= rank < 2**32 else None
+
+
+def _raw_parts(payload: bytes) -> tuple[list[Any], Any]:
+    try:
+        parts = _raw_list.decode(payload)
+        events = _raw_list.decode(parts[1])
+        rank = _plain.decode(parts[2]) if len(parts) > 2 else None
+    except _UNREADABLE as error:
+        raise MalformedBatch(f"no batch of events: {error}") from error
+    except IndexError as error:
+        raise MalformedBatch("a batch without its list of events") from error
+    return list(events), rank
+
+
+def _unpacked(event: Any) -> Any:
+    """Return an event that was packed once more, or left raw, as plain objects."""
+    if not isinstance(event, bytes | msgspec.Raw):
+        return event
+    try:
+        inner = _plain.decode(event)
+    except _UNREADABLE as error:
+        raise BadValue("malformed", f"no msgpack: {error}") from error
+    return _unpacked(inner) if isinstance(event, msgspec.Raw) else inner
+
+
+def _fields(event: Any, fields_of: Mapping[str, Sequence[str]]) -> Fields:
+    match event:
+        case {"type": str(tag), **values}:
+            if tag not in fields_of:
+                raise BadValue("unknown_event", f"type {tag[:40]!r}")
+            known = fields_of[tag]
+            unknown = tuple(str(name)[:40] for name in values if name not in known)
+            return Fields(tag, {str(name): value for name, value in values.items()}, unknown)
+        case [str(tag), *given]:
+            if tag not in fields_of:
+                raise BadValue("unknown_event", f"type {tag[:40]!r}")
+            known = fields_of[tag]
+            unknown = tuple(f"#{n}" for n in range(len(known), len(given)))
+            return Fields(tag, dict(zip(known, given, strict=False)), unknown)
+    raise BadValue("malformed", f"an event is a map with a type or an array, not {event!r:.40}")

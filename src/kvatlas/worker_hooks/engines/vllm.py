@@ -1,0 +1,147 @@
+"""vLLM's KV events, 0.10 to 0.32: arrays up to 0.22, maps from 0.24.
+
+    BlockStored       hashes of consecutive blocks of one request, with their tokens
+    BlockRemoved      one per copy of a block
+    AllBlocksCleared  of the engine's own memory, whatever lies elsewhere stays
+
+A group's kind and window are told ahead of its first store, as `RawGroupSeen`.
+"""
+
+from typing import Any
+
+from kvatlas.schemas.ids import Tier
+from kvatlas.worker_hooks.engines.adapter import Decoded
+from kvatlas.worker_hooks.engines.media import tier_of
+from kvatlas.worker_hooks.engines.msgpack_batches import Fields, Said, decode_batch
+from kvatlas.worker_hooks.engines.objects import (
+    BadValue,
+    engine_hash,
+    engine_hashes,
+    integer,
+    packed_tokens,
+    text,
+)
+from kvatlas.worker_hooks.engines.vllm_extras import FIRST_TOKEN, Identity, identity_of
+from kvatlas.worker_hooks.raw_events import RawCleared, RawGroupSeen, RawRemoved, RawStored
+
+FIELDS_OF = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+        "locality",
+        "ownership",
+        "session_id",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality", "ownership"),
+    "AllBlocksCleared": (),
+}
+#: more are not told apart; an engine has a handful
+MAX_GROUPS = 64
+
+
+class VllmAdapter:
+    """See `EngineAdapter`. `block_tokens` is for stores that do not say how long a block is."""
+
+    def __init__(self, block_tokens: int | None = None) -> None:
+        self._block_tokens = block_tokens or 0
+        self._told: dict[int, RawGroupSeen] = {}
+
+    def decode(self, payload: bytes) -> Decoded:
+        return decode_batch(payload, FIELDS_OF, self._read)
+
+    def _read(self, event: Fields) -> Said:
+        match event.tag:
+            case "BlockStored":
+                yield from self._stored(event.values)
+            case "BlockRemoved":
+                tier, *problems = tier_in(event.values)
+                group = small_integer(event.values, "group_idx")
+                removed = RawRemoved(engine_hashes(event.values.get("block_hashes")), tier, group)
+                yield from problems
+                yield removed
+            case _:
+                yield RawCleared(Tier.hbm)
+
+    def _stored(self, values: dict[str, Any]) -> Said:
+        """Read all fields before anything is said: a broken event says nothing."""
+        hashes = engine_hashes(values.get("block_hashes"))
+        above = values.get("parent_block_hash")
+        parent = None if above is None else engine_hash(above)
+        group = small_integer(values, "group_idx")
+        block_tokens = small_integer(values, "block_size") or self._block_tokens
+        seen = _group_seen(values, group, block_tokens)
+        tier, *problems = tier_in(values)
+        tokens, identity = b"", Identity()
+        try:
+            tokens = tokens_in(values, len(hashes), block_tokens)
+            identity = identity_of(values, len(hashes), block_tokens)
+        except BadValue as problem:
+            # without its tokens it holds the blocks and says nothing of what they are
+            problems.append(problem)
+            tokens = b""
+        if seen is not None and self._told.get(group) != seen and len(self._told) < MAX_GROUPS:
+            self._told[group] = seen
+            yield seen
+        yield from problems
+        yield RawStored(
+            hashes,
+            parent,
+            tokens,
+            tier,
+            identity.lora,
+            identity.cache_salt,
+            identity.extras,
+            FIRST_TOKEN if identity.extras else 0,
+            group,
+        )
+
+
+def tokens_in(values: dict[str, Any], num_blocks: int, block_tokens: int) -> bytes:
+    """Return a store's tokens, empty where it has none; BadValue unless they are whole blocks."""
+    token_ids = values.get("token_ids")
+    if not token_ids:
+        return b""
+    tokens = packed_tokens(token_ids)
+    if len(tokens) != 4 * num_blocks * block_tokens:
+        reason = f"{len(token_ids)} tokens for {num_blocks} blocks of {block_tokens}"
+        raise BadValue("token_count", reason)
+    return tokens
+
+
+def tier_in(values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the tier, and behind it the problem of a medium that nobody knows."""
+    medium = text(values, "medium")
+    tier = tier_of(medium, text(values, "locality"))
+    if tier is None:
+        return Tier.other, BadValue("unknown_medium", f"medium {medium!r:.40}")
+    return (tier,)
+
+
+def small_integer(values: dict[str, Any], key: str) -> int:
+    """Return a number that may be missing or nil, then 0; BadValue for anything else."""
+    value = integer(values, key) or 0
+    if not 0 <= value < 2**31:
+        raise BadValue("malformed", f"{key} is out of range")
+    return value
+
+
+def _group_seen(values: dict[str, Any], group: int, block_tokens: int) -> RawGroupSeen | None:
+    """Return what the event says of its group.
+
+    A version that numbers groups without saying their kind leaves us to expect the most of each;
+    an event without a number is of an engine that has one group.
+    """
+    if values.get("group_idx") is None:
+        return None
+    kind = text(values, "kv_cache_spec_kind") or "unknown"
+    window = small_integer(values, "kv_cache_spec_sliding_window")
+    return RawGroupSeen(group, kind, window, block_tokens)

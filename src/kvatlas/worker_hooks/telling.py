@@ -1,0 +1,133 @@
+"""What the fleet has been told that an instance holds, and the events that tell it.
+
+A block that is held several times over, under several engine hashes or in the serve pool besides,
+is told once and taken back when the last copy goes.
+"""
+
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+
+from kvatlas.schemas.digest import split_hashes
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, Digest, KvEvent
+from kvatlas.worker_hooks.inventory import inventory_of
+from kvatlas.worker_hooks.merging import EventMerger
+from kvatlas.worker_hooks.namespaces import Namespaces
+from kvatlas.worker_hooks.residency import Residency
+
+
+class EdgeCounters(Struct):
+    """What happened so far; all rise only."""
+
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    #: stored again while held: copies of one block, or the same news twice
+    duplicate_blocks: int = 0
+    #: removals of what was not held
+    unknown_removals: int = 0
+    #: events that contradict themselves, such as tokens for another number of blocks
+    rejected_events: int = 0
+    #: stores of KV groups that nobody has said the use of
+    ignored_events: int = 0
+    #: chains that waited for their parent, and those that were given up
+    parked_events: int = 0
+    orphaned_events: int = 0
+    #: events that the ring dropped
+    lost_events: int = 0
+    #: times that the engine's own count of blocks was another one
+    audit_mismatches: int = 0
+
+
+class Telling:
+    """Keeps residency and tells each change of it; `take` gives the events since the last call."""
+
+    def __init__(
+        self,
+        model: str,
+        descriptor: NamespaceDescriptor,
+        fleet_key: bytes,
+        used_roots: Callable[[], set[bytes]],
+    ) -> None:
+        self.residency = Residency()
+        self.counters = EdgeCounters()
+        self.namespaces = Namespaces(
+            model, descriptor, fleet_key, lambda: used_roots() | self._roots()
+        )
+        #: (tier, hash) held several times -> how many beyond the first
+        self._copies: dict[tuple[Tier, bytes], int] = {}
+        self._out = EventMerger()
+
+    def take(self) -> list[KvEvent]:
+        """Return what has not been taken yet, in order."""
+        return self._out.take()
+
+    def hold(self, tier: Tier, block_hash: bytes, root: bytes) -> bool:
+        """Hold a block once more; return whether that is news, which the caller has to tell."""
+        if self.residency.add(tier, block_hash, root):
+            self.counters.stored_blocks += 1
+            return True
+        self.counters.duplicate_blocks += 1
+        self._copies[tier, block_hash] = self._copies.get((tier, block_hash), 0) + 1
+        return False
+
+    def tell(
+        self, root: bytes, parent: bytes, hashes: bytes, tier: Tier, tokens: bytes | None = None
+    ) -> None:
+        """Tell that the blocks of a chain are held; the first one's parent is `parent`."""
+        if root not in self.namespaces.told:
+            self._out.other(self.namespaces.tell(root))
+        self._out.stored(root, parent, hashes, tier, tokens)
+
+    def release(self, tier: Tier, block_hash: bytes, root: bytes) -> None:
+        """Hold a block once less, and tell it when that was the last."""
+        copies = self._copies.get((tier, block_hash), 0)
+        if copies == 0:
+            self.residency.discard(tier, block_hash)
+            self.counters.removed_blocks += 1
+            self._out.removed(root, block_hash, tier)
+        elif copies == 1:
+            del self._copies[tier, block_hash]
+        else:
+            self._copies[tier, block_hash] = copies - 1
+
+    def clear(self, tier: Tier | None) -> None:
+        """Hold nothing in a tier, or in any, and tell it."""
+        self.residency.clear(tier)
+        self._copies = {
+            key: copies for key, copies in self._copies.items() if tier not in (None, key[0])
+        }
+        self._out.other(AllBlocksCleared(tier))
+
+    def other(self, event: KvEvent) -> None:
+        """Tell something that is about no block."""
+        self._out.other(event)
+
+    def inventory(self, as_of_seq: int) -> Iterator[KvEvent]:
+        """Yield the namespaces of all that is held, then the inventory of every tier."""
+        empty_root = self.namespaces.hasher(None, None).root
+        # what was told of others may have been lost with what the inventory repairs
+        self.namespaces.told.clear()
+        for root in sorted(self._roots()):
+            yield self.namespaces.tell(root)
+        yield from inventory_of(self.residency, as_of_seq, empty_root)
+
+    def digests(self) -> list[KvEvent]:
+        """Return the digest of every tier, true right after the events told so far."""
+        return [Digest(tier, *self.residency.digest(tier)) for tier in Tier]
+
+    def disown(self, hashes: bytes) -> list[KvEvent]:
+        """Return removals for those of the blocks that are held nowhere."""
+        held = self.residency
+        not_held = b"".join(
+            block for block in split_hashes(hashes) if not any(held.holds(t, block) for t in Tier)
+        )
+        if not not_held:
+            return []
+        root = self.namespaces.hasher(None, None).root
+        tiers = [tier for tier in Tier if tier is Tier.hbm or held.digest(tier).count]
+        return [BlockRemoved(root, not_held, tier) for tier in tiers]
+
+    def _roots(self) -> set[bytes]:
+        return {root for tier in Tier for _, root in self.residency.blocks(tier)}

@@ -1,0 +1,270 @@
+"""vLLM's KV connector: brings a request's missing blocks from peers, and lends its own.
+
+    --kv-transfer-config '{"kv_connector": "KvatlasConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvatlas.worker_hooks.vllm_connector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"serve_bytes": 4000000000}}'
+
+Needs the plugin (`vllm_plugin`), whose sidecar pulls and lends. What to pull stands in a request's
+`kv_transfer_params`, as the router's `/v1/route` answers them. A pull that fails is never an error
+of the request: the engine computes what did not come.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvatlas.schemas.errors import InvalidBlock, InvalidSetting, PoolUnreadable
+from kvatlas.schemas.hashing import BlockHasher
+from kvatlas.worker_hooks.beside_engine import plugin_settings
+from kvatlas.worker_hooks.connector.layers import LayerMemory
+from kvatlas.worker_hooks.connector.loads import Loads
+from kvatlas.worker_hooks.connector.orders import Beside, Orders, Save
+from kvatlas.worker_hooks.connector.requests import RequestBlocks, plan_in
+from kvatlas.worker_hooks.connector.slots import PoolSlots
+from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.vllm_plugin.facts import why_no_exchange
+from kvatlas.worker_hooks.vllm_plugin.running import current
+
+#: extra config: blocks copied to the serve pool in one step, the longest wait for a pull
+SAVE_BLOCKS_PER_STEP, PULL_DEADLINE_SECONDS = "save_blocks_per_step", "pull_deadline_seconds"
+DEFAULT_SAVE_BLOCKS_PER_STEP = 64
+
+#: pools that a worker's side in this process writes to, for a reset on the scheduler's side
+_slots_here: dict[str, PoolSlots] = {}
+
+_log = logging.getLogger("vllm.kvatlas")
+
+
+class OrdersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # no types here
+    """One step's orders, as vLLM carries them to the worker's side."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+
+
+class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Both sides; vLLM makes one of each."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            found = transfer.kv_load_failure_policy
+            problem = f'{found!r}: with anything but "recompute" a lost peer fails requests'
+            raise InvalidSetting("kv_load_failure_policy", "--kv-transfer-config", problem)
+        extra = transfer.kv_connector_extra_config or {}
+        self._save_budget = int(extra.get(SAVE_BLOCKS_PER_STEP, DEFAULT_SAVE_BLOCKS_PER_STEP))
+        default_deadline = plugin_settings().sidecar.pull_deadline_seconds
+        self._deadline_seconds = float(extra.get(PULL_DEADLINE_SECONDS, default_deadline))
+        self._is_idle = bool(why_no_exchange(vllm_config, kv_cache_config))
+        # scheduler's side
+        self._requests: dict[str, RequestBlocks] = {}
+        self._tokens: dict[str, Any] = {}
+        self._orders = Orders()
+        # worker's side
+        self._layers: LayerMemory | None = None
+        self._slots: PoolSlots | None = None
+        self._loads: Loads | None = None
+        #: of the sidecar that slots and loads are of
+        self._generation = 1
+        #: of loads that came while nothing runs beside the engine
+        self._lost_loads: set[str] = set()
+        self._lost_blocks: set[int] = set()
+
+    # --- scheduler's side, nothing of which waits -----------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        blocks = self._blocks_of(request)
+        if blocks is None:
+            return 0, False
+        block_tokens = self._block_tokens
+        num_held = num_computed_tokens // block_tokens
+        wanted = blocks.wanted_blocks(num_held, request.prompt_token_ids)
+        return wanted * block_tokens, wanted > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return
+        known.block_ids = list(blocks.get_block_ids()[0])
+        if num_external_tokens:
+            self._orders.loads.append(known.load(num_external_tokens // self._block_tokens))
+
+    def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
+        orders, self._orders = self._orders, Orders()
+        running = current()
+        if running is not None and not self._is_idle:
+            options = running.options
+            orders.beside = Beside(
+                options.socket_path, options.pool_path, running.beside.generation
+            )
+            self._note_blocks(scheduler_output)
+            orders.saves = self._saves(scheduler_output.num_scheduled_tokens)
+        return OrdersMetadata(orders)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        self._requests.pop(request.request_id, None)
+        self._tokens.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        """Forget the serve pool with the engine's cache: its KV may be of other weights now."""
+        running = current()
+        slots = None if running is None else _slots_here.get(running.options.pool_path)
+        if slots is not None:
+            return slots.clear()
+        return running is None or not running.options.num_slots
+
+    @property
+    def _block_tokens(self) -> int:
+        running = current()
+        assert running is not None
+        return running.options.descriptor.block_tokens
+
+    def _blocks_of(self, request: Any) -> RequestBlocks | None:
+        """Return what is kept of a request; None for one whose blocks have no name of ours."""
+        known = self._requests.get(request.request_id)
+        running = current()
+        if known is not None or running is None or self._is_idle:
+            return known
+        if request.lora_request is not None or request.mm_features or not request.prompt_token_ids:
+            return None  # an adapter's content, or an image's place, is not known here
+        options = running.options
+        if not options.num_slots:
+            return None
+        namespace = options.descriptor.namespace(options.model, None, request.cache_salt)
+        plan = plan_in(request.kv_transfer_params)
+        known = RequestBlocks(request.request_id, BlockHasher(namespace, options.fleet_key), plan)
+        self._requests[request.request_id] = known
+        self._tokens[request.request_id] = request
+        return known
+
+    def _note_blocks(self, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in self._requests:
+                self._requests[new.req_id].block_ids = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            known = self._requests.get(request_id)
+            if known is None or new_ids is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                known.block_ids = list(new_ids[0])
+            else:
+                known.block_ids += new_ids[0]
+
+    def _saves(self, num_scheduled_tokens: dict[str, int]) -> list[Save]:
+        budget, saves = self._save_budget, list[Save]()
+        for request_id in num_scheduled_tokens:
+            known = self._requests.get(request_id)
+            if known is not None and budget > 0:
+                request = self._tokens[request_id]
+                # the scheduler has added this step's tokens to what is computed already
+                num_computed = request.num_computed_tokens
+                saves += known.completed(request.all_token_ids[:num_computed], budget)
+                budget = self._save_budget - len(saves)
+        return saves
+
+    # --- worker's side ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if not self._is_idle:
+            self._layers = LayerMemory(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._orders_now()
+        if not orders.loads:
+            return
+        loads = self._loads_beside(orders.beside)
+        for load in orders.loads:
+            if loads is None:
+                self._lost_loads.add(load.request_id)
+                self._lost_blocks.update(load.block_ids)
+            else:
+                loads.start(load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        """Copy what this step has completed, before the next one may overwrite it."""
+        orders = self._orders_now()
+        slots = self._slots_beside(orders.beside) if orders.saves else None
+        if slots is None or self._layers is None:
+            return
+        try:
+            for save in orders.saves:
+                if slots.slot_of(save.block_hash) is None:
+                    slots.save(save.block_hash, *self._layers.parts(save.block_id))
+        except InvalidBlock as error:
+            _log.error("kvatlas: blocks are not lent: %s", error)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        finished, self._lost_loads = self._lost_loads, set()
+        if self._loads is not None:
+            finished |= self._loads.finished()
+        return None, finished or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._lost_blocks = self._lost_blocks, set()
+        if self._loads is not None:
+            failed |= self._loads.failed()
+        return failed
+
+    def shutdown(self) -> None:
+        if self._loads is not None:
+            self._loads.close()
+            self._loads = None
+
+    def _orders_now(self) -> Orders:
+        metadata = self._get_connector_metadata()
+        return metadata.orders if isinstance(metadata, OrdersMetadata) else Orders()
+
+    def _slots_beside(self, beside: Beside | None) -> PoolSlots | None:
+        """Return the slots, as soon as the sidecar has made the pool."""
+        if beside is not None and beside.generation != self._generation:
+            self._generation, self._slots = beside.generation, None
+            if self._loads is not None:
+                self._loads.close()
+                self._loads = None
+        if self._slots is None and beside is not None and beside.pool_path:
+            try:
+                pool = ServePool.attach(Path(beside.pool_path))
+            except PoolUnreadable:
+                return None
+            if self._layers is not None and pool.block_bytes != self._layers.block_bytes:
+                _log.error("kvatlas: the pool's blocks are of another size than the engine's")
+                self._layers = None
+            self._slots = _slots_here[beside.pool_path] = PoolSlots(pool)
+        return self._slots
+
+    def _loads_beside(self, beside: Beside | None) -> Loads | None:
+        slots, layers = self._slots_beside(beside), self._layers
+        if self._loads is None and beside is not None and slots is not None and layers is not None:
+            self._loads = Loads(
+                beside.socket_path,
+                slots,
+                lambda block_id, slot: layers.fill(block_id, slots.pool, slot),
+                self._deadline_seconds,
+            )
+        return self._loads

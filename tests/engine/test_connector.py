@@ -1,0 +1,211 @@
+"""Two real vLLMs: B pulls the prefix that A has computed, or computes it itself.
+
+A's outputs are the judge: greedy, so B has to answer with the same tokens, pulled or not.
+"""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.hashing import BlockHasher, pack_tokens
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.routing import Plan, PullStep
+from testkit.bridging import Bridged, a_fleet
+from testkit.real_engine import EngineProcess, engine_process, engine_python, tiny_models
+from testkit.sidecars import until
+
+BLOCK_TOKENS = 32
+NUM_BLOCKS = 49
+DEADLINE_SECONDS = 1.0
+A, B = InstanceId("a", 0), InstanceId("b", 0)
+HASHER = BlockHasher(NamespaceDescriptor(BLOCK_TOKENS).namespace("m", None, None))
+PROMPT = [(7 * i + 3) % 250 for i in range(200)]
+NUM_FULL = len(PROMPT) // BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return engine_python()
+
+
+@pytest.fixture(scope="module")
+def models(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models(python, tmp_path_factory.mktemp("models"))
+
+
+def chain(tokens: list[int]) -> list[bytes]:
+    packed = HASHER.chain(pack_tokens(tokens))
+    return [packed[i : i + 16] for i in range(0, len(packed), 16)]
+
+
+def plan(num_blocks: int = NUM_FULL, owner: str = "a") -> dict[str, Any]:
+    """Return kv_transfer_params as the router gives them."""
+    step = PullStep(owner, 0, 0, num_blocks)
+    computed = len(PROMPT) - num_blocks * BLOCK_TOKENS
+    built = msgspec.to_builtins(Plan(BLOCK_TOKENS, 0, (step,), computed))
+    return {"kvatlas": {"decision_id": "d", "plan": built}}
+
+
+@asynccontextmanager
+async def an_engine(
+    python: str, models: Path, fleet: Bridged, name: str, query: str = ""
+) -> AsyncIterator[EngineProcess]:
+    options = {
+        "model": str(models / "llama"),
+        "num_blocks": NUM_BLOCKS,
+        "plugins": "kvatlas",
+        "kv_events": {"endpoint": f"{fleet.url}?worker={name}&model=m{query}"},
+        "kv_transfer": {
+            "kv_connector": "KvatlasConnector",
+            "kv_connector_module_path": "kvatlas.worker_hooks.vllm_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "serve_blocks": 64,
+                "pull_deadline_seconds": DEADLINE_SECONDS,
+            },
+        },
+    }
+    fast = {"KVATLAS_SIDECAR__DIGEST_SECONDS": "0.2"}
+    async with engine_process(python, options, fast) as engine:
+        await until(lambda: fleet.service.index.instance(InstanceId(name, 0)) is not None, 30.0)
+        yield engine
+
+
+async def computed_by(engine: EngineProcess, fleet: Bridged, prompt: list[int]) -> list[int]:
+    """Let A compute a prompt; return its output when the fleet knows that peers can have it."""
+    answer = await engine.ask(do="generate", prompts=[prompt], num=8)
+    index = fleet.service.index
+    await until(lambda: all((A, Tier.dram) in index.holders(block) for block in chain(prompt)))
+    output: list[int] = answer["output"][0]
+    return output
+
+
+async def pulls_work(engine: EngineProcess, prompt: list[int]) -> None:
+    """Return when B's transfer process is up: until then pulls say that there is no transport."""
+    async with asyncio.timeout(60):
+        while True:
+            answer = await engine.ask(do="generate", prompts=[prompt], num=1, transfer=plan(2))
+            if answer["cached"] == [2 * BLOCK_TOKENS]:
+                return
+            await engine.ask(do="reset")
+
+
+@asynccontextmanager
+async def two_engines(
+    python: str, models: Path, folder: Path, query: str = ""
+) -> AsyncIterator[tuple[Bridged, EngineProcess, EngineProcess]]:
+    async with (
+        a_fleet(folder) as fleet,
+        an_engine(python, models, fleet, "a") as a,
+        an_engine(python, models, fleet, "b", query) as b,
+    ):
+        yield fleet, a, b
+
+
+WARM = [(3 * i + 1) % 250 for i in range(100)]
+
+
+async def test_b_pulls_what_a_has_computed_and_says_the_same(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    async with two_engines(python, models, tmp_path) as (fleet, a, b):
+        await computed_by(a, fleet, WARM)
+        await pulls_work(b, WARM)
+        expected = await computed_by(a, fleet, PROMPT)
+        answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
+        assert answer["cached"] == [NUM_FULL * BLOCK_TOKENS]
+        assert answer["output"] == [expected]
+        index = fleet.service.index
+        # the engine tells its loaded blocks itself, and the pool has them for others
+        await until(lambda: all((B, Tier.hbm) in index.holders(block) for block in chain(PROMPT)))
+        await until(lambda: all((B, Tier.dram) in index.holders(block) for block in chain(PROMPT)))
+        again = await b.ask(do="generate", prompts=[PROMPT], num=8)
+        assert again["output"] == [expected]
+        # the same prompt without anything cached, for comparison
+        await b.ask(do="reset")
+        alone = await b.ask(do="generate", prompts=[PROMPT], num=8)
+        assert (alone["cached"], alone["output"]) == ([0], [expected])
+        figures = {
+            "pulled_blocks": NUM_FULL,
+            "seconds_pulled": round(answer["seconds"], 4),
+            "seconds_cached": round(again["seconds"], 4),
+            "seconds_computed": round(alone["seconds"], 4),
+        }
+        print(json.dumps(figures))
+
+
+async def test_a_killed_before_the_pull_is_computed_around(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    async with two_engines(python, models, tmp_path) as (fleet, a, b):
+        await computed_by(a, fleet, WARM)
+        await pulls_work(b, WARM)
+        expected = await computed_by(a, fleet, PROMPT)
+        for process in a.family():
+            process.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
+        assert answer["output"] == [expected]
+        assert answer["cached"] == [0]
+        print(json.dumps({"killed_before_seconds": round(time.monotonic() - began, 3)}))
+
+
+async def test_a_killed_during_the_pull_is_computed_around(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    """A stands still from before the pull on, so that the pull is under way when A dies."""
+    async with two_engines(python, models, tmp_path) as (fleet, a, b):
+        await computed_by(a, fleet, WARM)
+        await pulls_work(b, WARM)
+        expected = await computed_by(a, fleet, PROMPT)
+        family = a.family()
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan()))
+        await asyncio.sleep(DEADLINE_SECONDS / 2)  # into the middle of the pull
+        assert not asked.done()
+        for process in family:
+            process.send_signal(signal.SIGKILL)
+        answer = await asked
+        assert answer["output"] == [expected]
+        print(json.dumps({"killed_during_seconds": round(answer["seconds"], 3)}))
+
+
+async def test_a_peer_that_stands_still_costs_the_deadline(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    async with two_engines(python, models, tmp_path) as (fleet, a, b):
+        await computed_by(a, fleet, WARM)
+        await pulls_work(b, WARM)
+        expected = await computed_by(a, fleet, PROMPT)
+        family = a.family()
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
+        finally:
+            for process in family:
+                process.send_signal(signal.SIGKILL)
+        assert answer["output"] == [expected]
+        print(json.dumps({"frozen_peer_seconds": round(answer["seconds"], 3)}))
+
+
+async def test_kv_of_another_fingerprint_is_not_pulled(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    query = f"&kv_fingerprint={'ab' * 16}"
+    async with two_engines(python, models, tmp_path, query) as (fleet, a, b):
+        expected = await computed_by(a, fleet, PROMPT)
+        answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
+        assert answer["output"] == [expected]
+        assert answer["cached"] == [0]

@@ -1,0 +1,195 @@
+"""What a bridge reads in batches and in an engine's HTTP answers, and where it finds the ranks."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvatlas.schemas.errors import EndpointUnusable, InvalidSetting
+from kvatlas.worker_hooks.bridge.engine_probe import (
+    EngineFacts,
+    EventSource,
+    ask_engine,
+    facts_of,
+    read_sources,
+)
+from kvatlas.worker_hooks.bridge.observed import FirstBlocks, Observed, PayloadReader
+from kvatlas.worker_hooks.bridge.options import BridgeOptions
+from kvatlas.worker_hooks.bridge.payload_marks import PayloadMarks
+from kvatlas.worker_hooks.bridge.run import addresses_of, run_bridge
+from kvatlas.worker_hooks.bridge.turnover import Turnover
+from kvatlas.worker_hooks.bridge.zmq_source import offset_port
+from kvatlas.worker_hooks.engines.registry import adapter_of
+from testkit.zmq_engine import Blocks, Event
+
+METRICS = """
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+vllm:cache_config_info{block_size="32",cache_dtype="auto",num_gpu_blocks="130"} 1.0
+process_start_time_seconds 1.79e+09
+"""
+SOURCES = """{"0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600", "topic": ""},
+              "1": {"endpoint": "tcp://*:5558", "replay_endpoint": null}}"""
+
+
+def options(**more: object) -> BridgeOptions:
+    given: dict[str, object] = {"engine": "vllm", "nats_url": "", "worker": "w", "model": "m"}
+    return BridgeOptions(**given | more)  # type: ignore[arg-type]
+
+
+def batch(*events: Event) -> bytes:
+    return msgspec.msgpack.encode([time.time(), events, 0])
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def test_a_batch_tells_what_it_stores_and_removes_and_how_prompts_begin() -> None:
+    blocks, read = Blocks(), PayloadReader(adapter_of("vllm"))
+    observed = read(batch(blocks.store(1, 2), blocks.remove(1, 2)))
+    assert (observed.num_stored, observed.num_removed, observed.is_cleared) == (2, 1, False)
+    assert observed.block_tokens == 4
+    ((_, first),) = observed.first_blocks
+    assert first == blocks.hash_of((1,))
+
+
+def test_numbers_count_from_a_clear_on() -> None:
+    blocks, read = Blocks(), PayloadReader(adapter_of("vllm"))
+    observed = read(batch(blocks.store(1, 2), blocks.clear(), blocks.store(3)))
+    assert (observed.num_stored, observed.num_removed, observed.is_cleared) == (1, 0, True)
+
+
+def test_what_cannot_be_read_is_counted_and_says_nothing() -> None:
+    read = PayloadReader(adapter_of("vllm"))
+    assert read(b"\xc1") == Observed()
+    assert read(batch({"type": "Unheard"})) == Observed()
+    assert read.num_rejected == 2
+
+
+def test_beginnings_with_another_hash_contradict_but_for_adapters() -> None:
+    read, known = PayloadReader(adapter_of("vllm")), FirstBlocks()
+    known.take(read(batch(Blocks().told(1, 2))))
+    assert not known.contradict(read(batch(Blocks().told(1, 3))))
+    assert known.contradict(read(batch(Blocks(seed=1).told(1))))
+    assert not known.contradict(read(batch(Blocks(seed=1).told(1) | {"lora_name": "x"})))
+    assert not known.contradict(read(batch(Blocks(seed=1).told(1, 2, first=1))))
+    known.clear()
+    assert not known.contradict(read(batch(Blocks(seed=1).told(1))))
+
+
+def test_marks_forget_what_is_long_ago() -> None:
+    marks = PayloadMarks(size=4)
+    for sequence in range(6):
+        marks.put(sequence, sequence * 10)
+    assert [marks.get(sequence) for sequence in range(7)] == [None, None, 20, 30, 40, 50, None]
+
+
+def test_turnover_needs_the_engines_size_and_counts_from_the_last_doubt() -> None:
+    unknown = Turnover(None)
+    unknown.begin()
+    unknown.take(Observed(1000))
+    assert not unknown.is_complete
+    turnover = Turnover(10)
+    turnover.begin()
+    turnover.take(Observed(9))
+    turnover.begin()
+    complete = []
+    for observed in (Observed(9, 8), Observed(1)):
+        turnover.take(observed)
+        complete.append(turnover.is_complete)
+    turnover.end()
+    assert [*complete, turnover.is_complete] == [False, True, False]
+    assert turnover.num_too_many == 0
+
+
+# --- the engine's HTTP server -------------------------------------------------------------------
+
+
+def test_an_engine_tells_its_size_its_start_and_its_ranks() -> None:
+    facts = facts_of(METRICS, SOURCES)
+    assert (facts.num_blocks, facts.block_tokens) == (130, 32)
+    assert facts.sources == {
+        0: EventSource("tcp://*:5557", "tcp://*:5600"),
+        1: EventSource("tcp://*:5558"),
+    }
+    assert facts.identity == facts_of(METRICS, SOURCES).identity
+    assert facts.identity != facts_of(METRICS.replace("1.79", "1.80"), SOURCES).identity
+    assert facts.identity != facts_of(METRICS, SOURCES.replace("5558", "5559")).identity
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "[]", "null", "no json", '{"a": 1}', '{"0": 5}'])
+def test_an_engine_may_tell_nothing(answer: str) -> None:
+    assert facts_of("", answer) == EngineFacts()
+
+
+def test_other_shapes_of_sources_are_read() -> None:
+    source = {"endpoint": "tcp://*:1", "replay_endpoint": "tcp://*:2"}
+    expected = {0: EventSource("tcp://*:1", "tcp://*:2")}
+    for said in ({"kv_events": source}, {"kv_events": [source]}, [source], {"0": source}):
+        assert read_sources(msgspec.json.encode(said).decode()) == expected
+
+
+async def test_a_server_is_asked_and_a_missing_one_is_none() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+        body = {b"/metrics": METRICS, b"/kv_event_sources": SOURCES}.get(path, "")
+        status = "200 OK" if body else "404 Not Found"
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + body.encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        assert await ask_engine(f"http://127.0.0.1:{port}") == facts_of(METRICS, SOURCES)
+    assert await ask_engine(f"http://127.0.0.1:{port}") is None
+
+
+# --- where the ranks are ------------------------------------------------------------------------
+
+
+def test_ranks_count_up_the_port() -> None:
+    given = options(endpoint="tcp://h:10", replay_endpoint="tcp://h:20", num_ranks=2)
+    assert addresses_of(given, EngineFacts()) == {
+        0: EventSource("tcp://h:10", "tcp://h:20"),
+        1: EventSource("tcp://h:11", "tcp://h:21"),
+    }
+
+
+def test_one_rank_is_where_it_is_told_to_be() -> None:
+    given = options(endpoint="tcp://h:10", rank=3)
+    assert addresses_of(given, EngineFacts()) == {3: EventSource("tcp://h:10")}
+
+
+def test_ranks_are_found_where_the_engine_says() -> None:
+    given = options(engine_url="http://engine-1:8000")
+    assert addresses_of(given, facts_of("", SOURCES)) == {
+        0: EventSource("tcp://engine-1:5557", "tcp://engine-1:5600"),
+        1: EventSource("tcp://engine-1:5558"),
+    }
+    with pytest.raises(EndpointUnusable, match="says nowhere that rank 0 publishes"):
+        addresses_of(given, EngineFacts())
+
+
+def test_only_ports_can_be_counted() -> None:
+    assert offset_port("ipc:///tmp/x", 0) == "ipc:///tmp/x"
+    with pytest.raises(EndpointUnusable, match="no port to count rank 1 from"):
+        offset_port("ipc:///tmp/x", 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({}, "neither"),
+        ({"endpoint": "tcp://h:1", "rank": 0, "num_ranks": 2}, "either"),
+        ({"endpoint": "tcp://h:1", "num_ranks": 0}, "at least one"),
+        ({"endpoint": "tcp://h:1", "engine": "unheard"}, "unheard"),
+    ],
+)
+async def test_wrong_options_are_named(
+    more: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidSetting, match=problem):
+        await run_bridge(options(**more), tmp_path)

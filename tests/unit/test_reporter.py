@@ -1,0 +1,149 @@
+"""From the records of a ring to the outbox."""
+
+import msgspec
+import pytest
+
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    Doubted,
+    Inventory,
+    KvEvent,
+    WorkerUp,
+)
+from kvatlas.worker_hooks.edge import Edge
+from kvatlas.worker_hooks.outbox import Outbox
+from kvatlas.worker_hooks.raw_events import (
+    RawDoubted,
+    RawEngineBatch,
+    RawEvent,
+    RawGroupSeen,
+    RawHeld,
+    RawRestarted,
+    encode_raw,
+)
+from kvatlas.worker_hooks.reporter import Reported, Reporter
+from kvatlas.worker_hooks.ring import Lost
+from testkit.builders import up
+from testkit.engine_words import DESCRIPTOR, MODEL, stored
+
+
+class Reporting:
+    """A reporter with its outbox; `said` gives what left since the last call."""
+
+    def __init__(self) -> None:
+        edge = Edge(MODEL, DESCRIPTOR)
+        self.outbox = Outbox(InstanceId("w1", 0), up(MODEL))
+        self.reporter = Reporter(edge, self.outbox)
+        self.reporter.begin_epoch(1)
+        self._now = 0.0
+
+    def report(self, *events: RawEvent, writer_lists: bool = False) -> Reported:
+        return self.reporter.report(map(encode_raw, events), writer_lists)
+
+    def said(self) -> list[KvEvent]:
+        self._now += 1.0
+        events: list[KvEvent] = []
+        while (batch := self.outbox.take(self._now, 0)) is not None:
+            events += batch.events
+        return events
+
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.said()]
+
+
+@pytest.fixture
+def reporting() -> Reporting:
+    reporting = Reporting()
+    reporting.said()
+    return reporting
+
+
+def engine_batch(*events: object, engine: str = "vllm") -> RawEngineBatch:
+    return RawEngineBatch(engine, msgspec.msgpack.encode([0.0, events, 0]))
+
+
+def engine_stored(engine_hash: int) -> list[object]:
+    return ["BlockStored", [engine_hash], None, [1, 2, 3, 4], 4, None, "GPU"]
+
+
+def test_an_engines_own_batch_is_read_by_its_adapter(reporting: Reporting) -> None:
+    reporting.report(engine_batch(engine_stored(7), ["Teleported"]))
+    (stored_event,) = [event for event in reporting.said() if isinstance(event, BlockStored)]
+    assert stored_event.tier is Tier.hbm
+    assert reporting.reporter.counters()["rejected_unknown_event"] == 1
+
+
+@pytest.mark.parametrize(
+    "batch", [RawEngineBatch("vllm", b"\xc1"), engine_batch(engine="abacus")], ids=["bytes", "name"]
+)
+def test_a_batch_that_nobody_can_read_is_counted_and_costs_no_other(
+    reporting: Reporting, batch: RawEngineBatch
+) -> None:
+    reporting.report(batch, stored(1))
+    assert BlockStored in reporting.kinds()
+    assert reporting.reporter.counters()["malformed_events"] == 1
+
+
+def test_a_restart_clears_and_asks_for_a_new_epoch(reporting: Reporting) -> None:
+    reporting.report(stored(1))
+    reporting.said()
+    assert reporting.report(RawRestarted("sequence 0 again"), stored(2)).is_restarted
+    assert reporting.said()[0] == AllBlocksCleared(None)
+
+
+def test_doubts_are_said_and_said_again_with_each_inventory(reporting: Reporting) -> None:
+    reporting.report(RawDoubted("lost 3 to 9"))
+    assert reporting.said() == [Doubted("lost 3 to 9")]
+    reporting.reporter.put_inventory()
+    said = reporting.said()
+    assert isinstance(said[0], WorkerUp)
+    assert said[1] == Doubted("lost 3 to 9")
+    reporting.report(RawDoubted(""))
+    reporting.said()
+    reporting.reporter.put_inventory()
+    assert Doubted not in reporting.kinds()
+
+
+def test_a_restart_ends_the_doubts(reporting: Reporting) -> None:
+    reporting.report(RawDoubted("lost 3 to 9"), RawRestarted("health"))
+    reporting.said()
+    reporting.reporter.put_inventory()
+    assert Doubted not in reporting.kinds()
+
+
+def test_it_is_said_before_the_blocks_that_matches_end_at_reuse_points(
+    reporting: Reporting,
+) -> None:
+    windowed = RawGroupSeen(0, "sliding_window", window_tokens=9)
+    reporting.report(windowed, RawGroupSeen(1, "full_attention"), stored(1, group=1))
+    said = reporting.said()
+    assert isinstance(said[0], WorkerUp)
+    assert said[0].info.ends_at_reuse_points
+    assert isinstance(said[-1], BlockStored)
+
+
+def test_f45_adapters_are_learnt_from_what_they_store(reporting: Reporting) -> None:
+    reporting.report(stored(1, lora="sql"), stored(2, lora="sql"))
+    introduced = [event for event in reporting.said() if isinstance(event, WorkerUp)]
+    assert [event.info.adapters for event in introduced] == [{"sql": MODEL}]
+
+
+@pytest.mark.parametrize(("counted", "asks"), [(1, False), (2, True)])
+def test_an_audit_that_differs_asks_for_a_listing(
+    reporting: Reporting, counted: int, asks: bool
+) -> None:
+    reported = reporting.report(stored(1), RawHeld(counted), writer_lists=True)
+    assert reported.wants_listing is asks
+
+
+def test_where_nothing_can_be_listed_an_audit_asks_for_nothing(reporting: Reporting) -> None:
+    assert not reporting.report(RawHeld(5), writer_lists=False).wants_listing
+
+
+def test_after_a_loss_what_is_known_becomes_the_inventory(reporting: Reporting) -> None:
+    reporting.report(stored(1))
+    reporting.said()
+    reporting.reporter.report([Lost(3)], writer_lists=False)
+    assert Inventory in reporting.kinds()
