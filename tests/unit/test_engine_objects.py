@@ -182,7 +182,12 @@ class TestLmcache:
         return {**head, "tier": "l1", "backend": "cpu", "shared": False, "entries": [7], **more}
 
     def test_tiers_are_ours_and_shared_is_remote(self) -> None:
-        for more, tier in (({}, "dram"), ({"tier": "l2"}, "ssd"), ({"shared": True}, "remote")):
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({}, "dram"),
+            ({"tier": "l2"}, "ssd"),
+            ({"shared": True}, "remote"),
+        ]
+        for more, tier in cases:
             (event,) = decode("lmcache", self.batch(**more)).events
             assert isinstance(event, RawStored)
             assert event.tier.name == tier

@@ -71,7 +71,7 @@ def _worker_name(config: Any) -> str:
 
 def _served_names(model_config: Any) -> list[str]:
     served = model_config.served_model_name
-    names = [served] if isinstance(served, str) else list(served or ())
+    names: list[str] = [served] if isinstance(served, str) else list(served or ())
     return names or [model_config.model]
 
 
