@@ -221,14 +221,17 @@ def _believed(bench: Bench, blocks: set[bytes]) -> set[bytes]:
     return believed
 
 
-async def test_a_killed_sidecar_takes_nothing_of_the_engine_along(
+async def test_a_killed_sidecar_is_started_again_and_told_what_is_held(
     python: str, models: Path, tmp_path: Path
 ) -> None:
-    """The engine goes on; its blocks leave the index with the lease."""
     async with a_bench(python, models / "llama", tmp_path) as bench:
         await bench.checked(BASE)
+        epoch = bench.fleet.epoch
         for child in psutil.Process(bench.pid).children():
             if "kvatlas.worker_hooks.sidecar" in child.cmdline():
                 child.kill()
         answer = await bench.ask(do="generate", prompts=[BASE], num=4, salt="", lora="")
         assert answer["cached"] == [64]
+        await until(lambda: bench.fleet.epoch > epoch, 30.0)
+        await bench.settled()
+        await bench.checked(BASE)
