@@ -13,7 +13,7 @@ from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import BlockStored
 from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.adapter import Decoded
-from kvatlas.worker_hooks.engines.msgpack_batches import MAX_PAYLOAD_BYTES
+from kvatlas.worker_hooks.engines.msgpack_batches import MAX_EVENTS, MAX_PAYLOAD_BYTES
 from kvatlas.worker_hooks.engines.vllm import FIELDS_OF, VllmAdapter
 from kvatlas.worker_hooks.engines.vllm_extras import FIRST_TOKEN
 from kvatlas.worker_hooks.raw_events import RawCleared, RawGroupSeen, RawRemoved, RawStored
@@ -119,6 +119,12 @@ def test_f39_the_storage_publisher_of_llm_d_is_understood() -> None:
 def test_f80_a_payload_beyond_the_limit_is_refused() -> None:
     with pytest.raises(BatchTooLarge):
         VllmAdapter().decode(bytes(MAX_PAYLOAD_BYTES + 1))
+
+
+def test_f80_a_batch_of_more_events_than_any_step_has_is_cut() -> None:
+    decoded = decode(*[["AllBlocksCleared"]] * (MAX_EVENTS + 1))
+    assert len(decoded.events) == MAX_EVENTS
+    assert kinds(decoded) == ["too_many_events"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from kvatlas.worker_hooks.engines.objects import BadValue
 from kvatlas.worker_hooks.raw_events import RawEvent
 
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
+#: of one batch, far beyond what a step of an engine does; what is beyond costs only itself
+MAX_EVENTS = 65_536
 
 _plain = msgspec.msgpack.Decoder()
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -50,7 +52,9 @@ def decode_batch(
     said: list[RawEvent] = []
     positions: list[int] = []
     rejected: list[Rejected] = []
-    for position, event in enumerate(events):
+    if len(events) > MAX_EVENTS:
+        rejected.append(Rejected(MAX_EVENTS, "too_many_events", f"{len(events)} in one batch"))
+    for position, event in enumerate(events[:MAX_EVENTS]):
         try:
             fields = _fields(_unpacked(event), fields_of)
             for name in fields.unknown:
@@ -86,12 +90,19 @@ def _raw_parts(payload: bytes) -> tuple[list[Any], Any]:
     try:
         parts = _raw_list.decode(payload)
         events = _raw_list.decode(parts[1])
-        rank = _plain.decode(parts[2]) if len(parts) > 2 else None
     except _UNREADABLE as error:
         raise MalformedBatch(f"no batch of events: {error}") from error
     except IndexError as error:
         raise MalformedBatch("a batch without its list of events") from error
-    return list(events), rank
+    return list(events), _raw_rank(parts)
+
+
+def _raw_rank(parts: Sequence[msgspec.Raw]) -> Any:
+    """Return the rank; None where it is missing or unreadable, which costs no event."""
+    try:
+        return _plain.decode(parts[2]) if len(parts) > 2 else None
+    except _UNREADABLE:
+        return None
 
 
 def _unpacked(event: Any) -> Any:
@@ -119,4 +130,6 @@ def _fields(event: Any, fields_of: Mapping[str, Sequence[str]]) -> Fields:
             known = fields_of[tag]
             unknown = tuple(f"#{n}" for n in range(len(known), len(given)))
             return Fields(tag, dict(zip(known, given, strict=False)), unknown)
-    raise BadValue("malformed", f"an event is a map with a type or an array, not {event!r:.40}")
+    # its content stays out of the reason: it may be tokens
+    reason = f"an event is a map with a type or a tagged array, not {type(event).__name__}"
+    raise BadValue("malformed", reason)

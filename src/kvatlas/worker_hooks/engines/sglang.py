@@ -61,7 +61,8 @@ class SglangAdapter:
         parent = None if above is None else engine_hash(above)
         page_tokens = small_integer(values, "block_size")
         tier, *problems = tier_in(values)
-        if self._is_partial(page_tokens):
+        self._learn(page_tokens, len(hashes), values.get("token_ids"))
+        if 0 < page_tokens < self._page_tokens:
             raise BadValue("partial_block", f"a page of {page_tokens} tokens")
         tokens, salt, lora = b"", None, None
         try:
@@ -75,10 +76,11 @@ class SglangAdapter:
         yield from problems
         yield RawStored(hashes, parent, tokens, tier, lora, salt)
 
-    def _is_partial(self, page_tokens: int) -> bool:
-        if not self._is_given:
+    def _learn(self, page_tokens: int, num_pages: int, token_ids: Any) -> None:
+        """Believe a page's length if its tokens bear it out: one lie would end all others."""
+        is_borne_out = isinstance(token_ids, list) and len(token_ids) == num_pages * page_tokens
+        if not self._is_given and is_borne_out:
             self._page_tokens = max(self._page_tokens, page_tokens)
-        return 0 < page_tokens < self._page_tokens
 
 
 def _salt(values: dict[str, Any]) -> str | None:

@@ -4,7 +4,8 @@
     BlockRemoved      one per copy of a block
     AllBlocksCleared  of the engine's own memory, whatever lies elsewhere stays
 
-A group's kind and window are told ahead of its first store, as `RawGroupSeen`.
+Versions before 0.18 do not say the salt: blocks of a salted prompt look like plain ones there, under
+hashes of their own. A group's kind and window are told ahead of its first store, as `RawGroupSeen`.
 """
 
 from typing import Any
@@ -77,8 +78,9 @@ class VllmAdapter:
         above = values.get("parent_block_hash")
         parent = None if above is None else engine_hash(above)
         group = small_integer(values, "group_idx")
-        block_tokens = small_integer(values, "block_size") or self._block_tokens
-        seen = _group_seen(values, group, block_tokens)
+        said_tokens = small_integer(values, "block_size")
+        block_tokens = said_tokens or self._block_tokens
+        seen = _group_seen(values, group, said_tokens or self._known_tokens(group))
         tier, *problems = tier_in(values)
         tokens, identity = b"", Identity()
         try:
@@ -88,7 +90,7 @@ class VllmAdapter:
             # without its tokens it holds the blocks and says nothing of what they are
             problems.append(problem)
             tokens = b""
-        if seen is not None and self._told.get(group) != seen and len(self._told) < MAX_GROUPS:
+        if seen is not None and self._is_news(seen):
             self._told[group] = seen
             yield seen
         yield from problems
@@ -103,6 +105,15 @@ class VllmAdapter:
             FIRST_TOKEN if identity.extras else 0,
             group,
         )
+
+    def _known_tokens(self, group: int) -> int:
+        """Return how long a group's blocks are where a store without tokens does not say it."""
+        told = self._told.get(group)
+        return self._block_tokens if told is None else told.block_tokens
+
+    def _is_news(self, seen: RawGroupSeen) -> bool:
+        told = self._told.get(seen.group)
+        return len(self._told) < MAX_GROUPS if told is None else told != seen
 
 
 def tokens_in(values: dict[str, Any], num_blocks: int, block_tokens: int) -> bytes:

@@ -5,11 +5,10 @@ publishes them bare, in the order adapter, images, salt, embeddings; an open cha
 kind. A salt stands at the first block of a prompt only.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvatlas.schemas.hashing import Extra
-from kvatlas.worker_hooks.engines.objects import BadValue
+from kvatlas.worker_hooks.engines.objects import BadValue, text
 
 #: where the event's tokens are said to begin when offsets matter, so that an image which began
 #: before them has an offset as well
@@ -43,11 +42,9 @@ class _Spans:
         )
 
 
-def identity_of(values: Mapping[str, Any], num_blocks: int, block_tokens: int) -> Identity:
+def identity_of(values: dict[str, Any], num_blocks: int, block_tokens: int) -> Identity:
     """Return the identity of a store's blocks; raises BadValue where it cannot be known."""
-    lora = values.get("lora_name")
-    if lora is not None and not isinstance(lora, str):
-        raise BadValue("malformed", "lora_name is text")
+    lora = text(values, "lora_name")
     if lora is None and values.get("lora_id") is not None:
         raise BadValue("unnamed_lora", "an adapter without a name")
     keys = values.get("extra_keys")
