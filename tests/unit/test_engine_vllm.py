@@ -247,6 +247,11 @@ def test_f43_a_store_without_tokens_is_no_fault() -> None:
     assert kinds(decoded) == []
 
 
+def test_a_store_of_no_blocks_says_nothing_and_is_no_fault() -> None:
+    decoded = decode(a_store(block_hashes=[], token_ids=[1, 2]))
+    assert (decoded.events, decoded.rejected) == ([], [])
+
+
 # --- identity ----------------------------------------------------------
 
 

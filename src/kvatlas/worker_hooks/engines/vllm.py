@@ -4,7 +4,7 @@
     BlockRemoved      one per copy of a block
     AllBlocksCleared  of the engine's own memory, whatever lies elsewhere stays
 
-Versions before 0.18 do not say the salt: blocks of a salted prompt look like plain ones there, under
+Versions before 0.18 do not say the salt: blocks of salted prompts look like plain ones there, under
 hashes of their own. A group's kind and window are told ahead of its first store, as `RawGroupSeen`.
 """
 
@@ -60,6 +60,8 @@ class VllmAdapter:
         return decode_batch(payload, FIELDS_OF, self._read)
 
     def _read(self, event: Fields) -> Said:
+        if event.values.get("block_hashes") == []:
+            return  # a window that moved on without a block of its own says nothing
         match event.tag:
             case "BlockStored":
                 yield from self._stored(event.values)
