@@ -73,7 +73,7 @@ def record(
     seconds: Annotated[float | None, typer.Option(min=0.1, help="End after so long.")] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
 ) -> None:
-    """Write what an engine, or a worker of the stream, says into a file for `decode`."""
+    """Write what an engine says into a file for `decode`, or a worker's own batches (--nats)."""
     redactor = Redactor() if redact else None
     if bool(endpoint) == bool(nats):
         raise InvalidSetting("endpoint", "record", "either --endpoint or --nats is needed")

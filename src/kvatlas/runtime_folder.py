@@ -6,6 +6,7 @@ starts: a folder whose lock nobody holds is nobody's.
 
 import contextlib
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Generator
@@ -20,11 +21,14 @@ def runtime_folder(parent: Path | None = None) -> Generator[Path, None, None]:
     """Yield a fresh folder below `parent`, by default in shared memory where there is some."""
     parent = parent or shared_memory()
     sweep(parent)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as name:
-        folder = Path(name)
+    folder, owner_pid = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)), os.getpid()
+    try:
         with (folder / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
+    finally:
+        if os.getpid() == owner_pid:  # a forked child that ends takes nothing of its parent along
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(parent: Path) -> list[Path]:

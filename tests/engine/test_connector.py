@@ -20,6 +20,7 @@ from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import Plan, PullStep
 from testkit.bridging import Bridged, a_fleet
+from testkit.commands import running
 from testkit.real_engine import EngineProcess, engine_process, engine_python, tiny_models
 from testkit.sidecars import until
 
@@ -57,7 +58,7 @@ def plan(num_blocks: int = NUM_FULL, owner: str = "a") -> dict[str, Any]:
 
 @asynccontextmanager
 async def an_engine(
-    python: str, models: Path, fleet: Bridged, name: str, query: str = ""
+    python: str, models: Path, fleet: Bridged, name: str, query: str = "", **extra: Any
 ) -> AsyncIterator[EngineProcess]:
     options = {
         "model": str(models / "llama"),
@@ -72,6 +73,7 @@ async def an_engine(
             "kv_connector_extra_config": {
                 "serve_blocks": 64,
                 "pull_deadline_seconds": DEADLINE_SECONDS,
+                **extra,
             },
         },
     }
@@ -209,3 +211,20 @@ async def test_kv_of_another_fingerprint_is_not_pulled(
         answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
         assert answer["output"] == [expected]
         assert answer["cached"] == [0]
+
+
+async def test_b_finds_a_holder_itself_where_nobody_has_planned(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    async with (
+        a_fleet(tmp_path) as fleet,
+        running("router", "--nats", fleet.url, "--port", "0", "--json") as router,
+        an_engine(python, models, fleet, "a") as a,
+        an_engine(python, models, fleet, "b", router_url=router["router"], find_ms=2000) as b,
+    ):
+        await computed_by(a, fleet, WARM)
+        await pulls_work(b, WARM)
+        expected = await computed_by(a, fleet, PROMPT)
+        answer = await b.ask(do="generate", prompts=[PROMPT], num=8)
+        assert answer["cached"] == [NUM_FULL * BLOCK_TOKENS]
+        assert answer["output"] == [expected]

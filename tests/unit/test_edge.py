@@ -572,3 +572,11 @@ def test_the_pool_outlives_what_the_engine_forgets(pooling: Edge) -> None:
     events = pooling.handle([RawCleared(None)])
     assert events == [AllBlocksCleared(None), BlockStored(ROOT, chain_of(1)[0], None, Tier.dram)]
     assert pooling.move_pooled([], chain_of(1)) == [BlockRemoved(ROOT, chain_of(1)[0], Tier.dram)]
+
+
+def test_a_handle_taken_for_another_block_keeps_no_copies_of_the_first() -> None:
+    bridge = Edge(MODEL, DESCRIPTOR, counts_copies=True)
+    other = RawStored((1,), None, tokens_of(5))
+    bridge.handle([stored(1), other])
+    bridge.handle([removed(1)])
+    assert held(bridge) == set()

@@ -364,3 +364,10 @@ def test_f24_each_block_of_an_event_follows_the_one_before() -> None:
     store = a_store(block_hashes=[1, 2, 3, 4], block_size=1)
     (told,) = [e for e in edge.handle(decode(store).events) if isinstance(e, BlockStored)]
     assert len(set(told.hashes[i : i + 16] for i in range(0, 64, 16))) == 4
+
+
+@pytest.mark.parametrize("key", [["new-kind", 1_000_000], ["mm", 2], ["mm", "img", 2]])
+def test_an_offset_behind_its_block_is_a_kind_that_nobody_knows(key: list[Any]) -> None:
+    decoded = decode(a_store(extra_keys=[[key], None]), a_store())
+    assert kinds(decoded) == ["unknown_extra"]
+    assert [event.tokens for event in decoded.events] == [b"", PACKED]  # type: ignore[union-attr]

@@ -16,6 +16,8 @@ _Answer = TypeVar("_Answer")
 
 #: a busy engine may let a probe wait for its turn
 REQUEST_SECONDS = 60.0
+#: of one answer; what is longer is none
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
 MAX_CANDIDATES = 1024
 #: of what a server says in refusing a request, to be shown
 MAX_SHOWN = 200
@@ -173,11 +175,16 @@ async def _ask(
     headers: dict[str, str],
     body: dict[str, Any] | None,
 ) -> tuple[int, bytes]:
-    content = None if body is None else msgspec.json.encode(body)
+    data = None if body is None else msgspec.json.encode(body)
     headers = headers if body is None else headers | {"content-type": "application/json"}
     try:
-        async with session.request(method, url + path, data=content, headers=headers) as answer:
-            return answer.status, await answer.read()
+        async with session.request(method, url + path, data=data, headers=headers) as answer:
+            content = bytearray()
+            async for chunk in answer.content.iter_chunked(65_536):
+                content += chunk
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise NoAnswer(url, f"answers more than {MAX_ANSWER_BYTES} bytes")
+            return answer.status, bytes(content)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise NoAnswer(url, str(error) or f"no answer within {REQUEST_SECONDS:g} s") from error
 

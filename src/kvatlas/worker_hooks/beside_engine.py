@@ -47,6 +47,8 @@ class BesideEngine:
         #: sidecars started so far; another one has made a serve pool of its own
         self.generation = 1
         self._revive_at = 0.0
+        #: a forked child leaves everything to its parent
+        self._owner_pid = os.getpid()
         self._is_closed = False
 
     def revive(self) -> None:
@@ -69,7 +71,8 @@ class BesideEngine:
     def close(self) -> None:
         """Let the sidecar publish what is left, then end it. Idempotent."""
         self._is_closed = True
-        self._owned.close()
+        if os.getpid() == self._owner_pid:
+            self._owned.close()
 
 
 def plugin_settings() -> Settings:

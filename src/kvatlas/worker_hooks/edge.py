@@ -285,6 +285,7 @@ class Edge:
                         self._say_run(event, root, parent, chain, run_start, position, run_has_news)
                         run_start, run_has_news = position, False
                         self._withdraw(engine_hash, block)
+                        self._drop_copies({engine_hash})
                         block.holders = self._groups.bit(event.group, event.tier)
                     self._name(engine_hash, block, block_hash, root, before, above)
                 if block.told_tiers != self._usable.get(block.holders):
@@ -440,10 +441,13 @@ class Edge:
             if block is not None:
                 self._withdraw(engine_hash, block)
                 self._forget(engine_hash, block)
-        self._further = {
-            key: copies for key, copies in self._further.items() if key[0] not in self._unconfirmed
-        }
+        self._drop_copies(self._unconfirmed)
         self._unconfirmed = set()
+
+    def _drop_copies(self, of: set[EngineHash]) -> None:
+        if self._further:
+            kept = {key: more for key, more in self._further.items() if key[0] not in of}
+            self._further = kept
 
     def _handle_cleared(self, tier: Tier | None) -> None:
         self._empty(tier)

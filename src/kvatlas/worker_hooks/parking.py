@@ -64,4 +64,6 @@ class Parking:
 
 
 def _num_bytes(event: RawStored) -> int:
-    return _FIXED_BYTES + len(event.tokens) + 40 * len(event.engine_hashes)
+    text = len(event.lora or "") + len(event.cache_salt or "")
+    text += sum(_FIXED_BYTES + len(extra.kind) + len(extra.id) for extra in event.extras)
+    return _FIXED_BYTES + len(event.tokens) + 40 * len(event.engine_hashes) + text

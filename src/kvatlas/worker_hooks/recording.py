@@ -19,6 +19,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 100
 #: a replay without a word for so long is over
 _SILENT_MS = 3000
+#: batches of a replay that wait to be read: more than an engine keeps by default
+_MAX_REPLAYED = 16_384
 
 
 class RecordOptions(NamedTuple):
@@ -70,7 +72,7 @@ def _frames(
 ) -> Generator[Frame, None, None]:
     replayed: dict[int | None, bytes] = {}
     if options.replay_endpoint:
-        for frame in _replay(context, options.replay_endpoint):
+        for frame in _replay(context, options.replay_endpoint, ends_at):
             replayed[frame.sequence] = frame.payload
             yield frame
     while ends_at is None or time.monotonic() < ends_at:
@@ -83,16 +85,20 @@ def _frames(
 
 
 def _replay(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, ends_at: float | None
 ) -> Generator[Frame, None, None]:
     """Yield what the engine still has, from its first batch on; with or without topics."""
     with context.socket(zmq.DEALER) as asking:
+        asking.set(zmq.LINGER, 0)
+        asking.set(zmq.RCVHWM, _MAX_REPLAYED)
         try:
             asking.connect(endpoint)
             asking.send_multipart([b"", bytes(8)])
         except zmq.ZMQError as error:
             raise EndpointUnusable(endpoint, str(error)) from error
         while asking.poll(_SILENT_MS):
+            if ends_at is not None and time.monotonic() >= ends_at:
+                return
             parts = asking.recv_multipart()
             if len(parts) < 3 or parts[-2] == _END:
                 return

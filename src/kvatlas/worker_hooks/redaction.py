@@ -40,6 +40,32 @@ _STORED_KEPT = frozenset([0, 1, 2, 4, 5, 6, 9, 10, 11])
 _STORED_TOKENS = 3
 
 
+#: what a group's kind may be; other engines have text of a request at its place
+_KINDS = frozenset(
+    [
+        "full_attention",
+        "mla_attention",
+        "sliding_window",
+        "sliding_window_mla",
+        "mamba",
+        "chunked_local_attention",
+        "sink_full_attention",
+        "encoder_only_attention",
+        "cross_attention",
+        "unknown",
+    ]
+)
+
+
+def _says_nothing(position: int, item: Any) -> bool:
+    """Say whether a kept position holds what it holds in vLLM, and nothing of a request."""
+    if position in (5, 9, 11):
+        return item is None or isinstance(item, int)
+    if position == 10:
+        return item is None or item in _KINDS
+    return not isinstance(item, dict)
+
+
 class Redactor:
     """Redacts the batches of one recording."""
 
@@ -141,7 +167,7 @@ class Redactor:
         for position, item in enumerate(event):
             if position == _STORED_TOKENS:
                 redacted.append(self.tokens(item, size))
-            elif position in _STORED_KEPT and not isinstance(item, dict):
+            elif position in _STORED_KEPT and _says_nothing(position, item):
                 redacted.append(item)
             elif position == 8:
                 redacted.append(self._extra(item))

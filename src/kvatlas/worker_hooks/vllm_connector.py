@@ -6,7 +6,8 @@
         "kv_connector_extra_config": {"serve_bytes": 4000000000}}'
 
 Needs the plugin (`vllm_plugin`), whose sidecar pulls and lends. What to pull stands in a request's
-`kv_transfer_params`, as the router's `/v1/route` answers them. A pull that fails is never an error
+`kv_transfer_params`, as the router's `/v1/route` answers them; without, a router named by the extra
+config `router_url` is asked who holds the prompt. A pull that fails is never an error
 of the request: the engine computes what did not come.
 """
 
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvatlas.schemas.errors import InvalidBlock, InvalidSetting, PoolUnreadable
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.worker_hooks.beside_engine import plugin_settings
+from kvatlas.worker_hooks.connector.finding import HolderFinder, Pending
 from kvatlas.worker_hooks.connector.layers import LayerMemory
 from kvatlas.worker_hooks.connector.loads import Loads
 from kvatlas.worker_hooks.connector.orders import Beside, Orders, Save
@@ -36,6 +38,9 @@ from kvatlas.worker_hooks.vllm_plugin.running import current
 #: extra config: blocks copied to the serve pool in one step, the longest wait for a pull
 SAVE_BLOCKS_PER_STEP, PULL_DEADLINE_SECONDS = "save_blocks_per_step", "pull_deadline_seconds"
 DEFAULT_SAVE_BLOCKS_PER_STEP = 64
+#: extra config: a router to ask about requests without a plan, and how long it may take
+ROUTER_URL, FIND_MS = "router_url", "find_ms"
+DEFAULT_FIND_MS = 50.0
 
 #: pools that a worker's side in this process writes to, for a reset on the scheduler's side
 _slots_here: dict[str, PoolSlots] = {}
@@ -66,6 +71,9 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._save_budget = int(extra.get(SAVE_BLOCKS_PER_STEP, DEFAULT_SAVE_BLOCKS_PER_STEP))
         default_deadline = plugin_settings().sidecar.pull_deadline_seconds
         self._deadline_seconds = float(extra.get(PULL_DEADLINE_SECONDS, default_deadline))
+        self._router_url = str(extra.get(ROUTER_URL, ""))
+        self._find_seconds = float(extra.get(FIND_MS, DEFAULT_FIND_MS)) / 1000
+        self._finder: HolderFinder | None = None
         self._is_idle = bool(why_no_exchange(vllm_config, kv_cache_config))
         # scheduler's side
         self._requests: dict[str, RequestBlocks] = {}
@@ -89,6 +97,11 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = self._blocks_of(request)
         if blocks is None:
             return 0, False
+        if blocks.may_be_found and (finder := self._finder_beside()) is not None:
+            found = finder.find(request.request_id, request.prompt_token_ids, request.cache_salt)
+            if isinstance(found, Pending):
+                return None, False
+            blocks.found(found)
         block_tokens = self._block_tokens
         num_held = num_computed_tokens // block_tokens
         wanted = blocks.wanted_blocks(num_held, request.prompt_token_ids)
@@ -117,6 +130,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._requests.pop(request.request_id, None)
         self._tokens.pop(request.request_id, None)
+        if self._finder is not None:
+            self._finder.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -154,6 +169,19 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tokens[request.request_id] = request
         return known
 
+    def _finder_beside(self) -> HolderFinder | None:
+        running = current()
+        if self._finder is None and self._router_url and running is not None:
+            options = running.options
+            self._finder = HolderFinder(
+                self._router_url,
+                options.model,
+                options.instance,
+                options.descriptor.block_tokens,
+                self._find_seconds,
+            )
+        return self._finder
+
     def _note_blocks(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id in self._requests:
@@ -174,9 +202,10 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             known = self._requests.get(request_id)
             if known is not None and budget > 0:
                 request = self._tokens[request_id]
-                # the scheduler has added this step's tokens to what is computed already
-                num_computed = request.num_computed_tokens
-                saves += known.completed(request.all_token_ids[:num_computed], budget)
+                # this step's tokens are not counted as computed yet
+                num_computed = request.num_computed_tokens + num_scheduled_tokens[request_id]
+                if num_computed // self._block_tokens > known.num_saved:
+                    saves += known.completed(request.all_token_ids[:num_computed], budget)
                 budget = self._save_budget - len(saves)
         return saves
 
@@ -232,6 +261,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return failed
 
     def shutdown(self) -> None:
+        if self._finder is not None:
+            self._finder.close()
         if self._loads is not None:
             self._loads.close()
             self._loads = None
@@ -246,6 +277,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._generation, self._slots = beside.generation, None
             if self._loads is not None:
                 self._loads.close()
+                self._lost_loads |= self._loads.finished()
+                self._lost_blocks |= self._loads.failed()
                 self._loads = None
         if self._slots is None and beside is not None and beside.pool_path:
             try:

@@ -4,6 +4,7 @@ Everything here may be absent; a bridge then knows less and works as well.
 """
 
 import asyncio
+import http.client
 import re
 import urllib.error
 import urllib.request
@@ -25,6 +26,10 @@ class EventSource(Struct, frozen=True):
 
     endpoint: str
     replay_endpoint: str = ""
+
+
+#: of a number that an engine says; longer ones are none
+MAX_DIGITS = 12
 
 
 class EngineFacts(Struct, frozen=True):
@@ -73,7 +78,7 @@ def read_sources(answer: str) -> dict[int, EventSource]:
     """Read rank -> source out of vLLM's `/kv_event_sources` or SGLang's `/server_info`."""
     try:
         found = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return {}
     if isinstance(found, dict) and "kv_events" in found:
         found = found["kv_events"]
@@ -86,7 +91,7 @@ def read_sources(answer: str) -> dict[int, EventSource]:
     return {
         int(rank): source
         for rank, config in found.items()
-        if str(rank).isdecimal() and (source := _source(config))
+        if str(rank).isdecimal() and len(str(rank)) <= MAX_DIGITS and (source := _source(config))
     }
 
 
@@ -98,7 +103,7 @@ def _source(config: Any) -> EventSource | None:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
 
 
 def _get(url: str) -> str | None:
@@ -109,5 +114,5 @@ def _get(url: str) -> str | None:
     except urllib.error.HTTPError as error:
         error.close()
         return ""
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None

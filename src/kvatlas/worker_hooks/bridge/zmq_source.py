@@ -38,6 +38,8 @@ MAX_REPLAYED = 16_384
 END = (-1).to_bytes(8, "big", signed=True)
 #: a replay without a word for so long has failed
 SILENT_SECONDS = 5.0
+#: no engine counts so far
+MAX_SEQUENCE = 2**63 - 1
 #: connections to engines that are away are tried this often
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
 
@@ -133,7 +135,10 @@ class ZmqSource:
                 self.num_malformed += 1
                 continue
             sequence = int.from_bytes(frames[-2], "big")
-            await self._queue.put(FrameArrived(sequence, frames[-1]))
+            if sequence > MAX_SEQUENCE:
+                self.num_malformed += 1
+            else:
+                await self._queue.put(FrameArrived(sequence, frames[-1]))
 
     async def _watch_connections(self) -> None:
         while True:
@@ -165,8 +170,11 @@ class ZmqSource:
                 await self._fail(asked, f"silent for {self._silent_seconds:g} s")
 
     async def _take_answer(self, socket: zmq.asyncio.Socket, asked: AskReplay) -> None:
+        """Take what comes in rising order; whatever else comes is no progress and ends in time."""
+        loop, highest = asyncio.get_running_loop(), -1
+        until = loop.time() + self._silent_seconds
         while True:
-            async with asyncio.timeout(self._silent_seconds):
+            async with asyncio.timeout_at(until):
                 frames = await socket.recv_multipart()
             if len(frames) < 3 or len(frames[-2]) != 8:
                 self.num_malformed += 1
@@ -175,7 +183,12 @@ class ZmqSource:
                 return
             else:
                 sequence = int.from_bytes(frames[-2], "big")
+                if not highest < sequence <= MAX_SEQUENCE:
+                    self.num_malformed += 1
+                    continue
+                highest = sequence
                 await self._queue.put(FrameReplayed(asked.ask, sequence, frames[-1]))
+                until = loop.time() + self._silent_seconds
 
     async def _fail(self, asked: AskReplay, problem: str) -> None:
         reason = f"replay endpoint {self._replay_endpoint}: {problem}"

@@ -66,8 +66,10 @@ class Loads:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     async def _load(self, load: Load) -> None:
@@ -107,10 +109,10 @@ class Loads:
         """Fill what the pool has already."""
         held = set()
         for position, block_hash in enumerate(load.hashes):
-            slot = self._slots.slot_of(block_hash)
-            if slot is not None and self._slots.pool.hash_of(slot) == block_hash:
-                self._fill(load.block_ids[position], slot)
-                held.add(position)
+            with self._slots.reading(block_hash) as slot:
+                if slot is not None and self._slots.pool.hash_of(slot) == block_hash:
+                    self._fill(load.block_ids[position], slot)
+                    held.add(position)
         self.outcomes["own"] += len(held)
         return held
 
@@ -125,14 +127,15 @@ class Loads:
                 self.outcomes["no_room"] += run.num_blocks
                 return set()
             answer = await self._ask(b"".join(hashes), slots, run)
-            filled = list(answer.held)
             self.outcomes.update(reason for _, reason in answer.missing)
+            for i in answer.held:
+                # before anybody else may know the slot, and so evict it
+                self._fill(load.block_ids[positions[i]], slots[i])
+                filled.append(i)
         finally:
             kept = set(filled)
             self._slots.filled([slots[i] for i in filled], [hashes[i] for i in filled])
             self._slots.give_back([slot for i, slot in enumerate(slots) if i not in kept])
-        for i in filled:
-            self._fill(load.block_ids[positions[i]], slots[i])
         self.outcomes["held"] += len(filled)
         return {positions[i] for i in filled}
 

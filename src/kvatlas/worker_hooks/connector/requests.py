@@ -42,7 +42,8 @@ class RequestBlocks:
         self._block_tokens = hasher.namespace.block_tokens
         self._hashes: list[bytes] = []
         self.block_ids: list[int] = []
-        self._num_saved = 0
+        #: leading blocks that were ordered to be saved, or skipped
+        self.num_saved = 0
         self._has_asked = False
         #: blocks that a load in preparation brings: first and end
         self._wanted = range(0)
@@ -55,6 +56,15 @@ class RequestBlocks:
             parent = self._hashes[-1] if known else None
             self._hashes += split_hashes(self._hasher.chain(rest, parent=parent))
         return self._hashes[: len(tokens) // self._block_tokens]
+
+    @property
+    def may_be_found(self) -> bool:
+        """Whether nobody has said yet what to pull for the request."""
+        return self._plan is None and not self._has_asked
+
+    def found(self, plan: Plan | None) -> None:
+        """Take a plan from elsewhere; None is as final."""
+        self._plan, self._has_asked = plan, plan is None
 
     def wanted_blocks(self, num_held: int, tokens: Sequence[int]) -> int:
         """Return how many blocks behind the held ones the plan's pulls bring; asks once only."""
@@ -80,8 +90,8 @@ class RequestBlocks:
     def completed(self, tokens: Sequence[int], budget: int) -> list[Save]:
         """Return blocks that are complete with these tokens and not ordered yet, up to a budget."""
         chain = self.chain(tokens)
-        end = min(len(chain), len(self.block_ids), self._num_saved + budget)
-        first, self._num_saved = self._num_saved, max(end, self._num_saved)
+        end = min(len(chain), len(self.block_ids), self.num_saved + budget)
+        first, self.num_saved = self.num_saved, max(end, self.num_saved)
         return [Save(self.block_ids[i], chain[i]) for i in range(first, end)]
 
 

@@ -1,11 +1,13 @@
 """Which block is in which slot of the serve pool; the engine's process alone decides that."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-from kvatlas.schemas.errors import SlotInUse
+from kvatlas.schemas.errors import InvalidBlock, SlotInUse
 from kvatlas.worker_hooks.pool import ServePool
 
 #: slots looked at for one that nobody reads
@@ -19,8 +21,29 @@ class PoolSlots:
         self.pool = pool
         self._lock = threading.Lock()
         self._free = list(range(pool.num_slots))
+        #: no block's any more, but not emptied: leased, or the pool's lock was not free
+        self._unready: list[int] = []
         #: hash -> slot, least recently used first
         self._held: OrderedDict[bytes, int] = OrderedDict()
+        #: slots that somebody here is reading: they stay as they are meanwhile
+        self._pinned: Counter[int] = Counter()
+
+    @contextmanager
+    def reading(self, block_hash: bytes) -> Generator[int | None, None, None]:
+        """Yield the slot of a block, whose bytes stay inside `with`; None if it is not held."""
+        with self._lock:
+            slot = self._held.get(block_hash)
+            if slot is not None:
+                self._held.move_to_end(block_hash)
+                self._pinned[slot] += 1
+        try:
+            yield slot
+        finally:
+            if slot is not None:
+                with self._lock:
+                    self._pinned[slot] -= 1
+                    if not self._pinned[slot]:
+                        del self._pinned[slot]
 
     def slot_of(self, block_hash: bytes) -> int | None:
         """Return the slot of a block that is held, and note that it was used."""
@@ -33,6 +56,8 @@ class PoolSlots:
     def take(self, num_slots: int) -> list[int]:
         """Return empty slots, as many as can be had up to so many."""
         with self._lock:
+            if len(self._free) < num_slots:
+                self._empty([])
             while len(self._free) < num_slots and self._evict_some():
                 pass
             taken = self._free[-num_slots:] if num_slots else []
@@ -50,7 +75,11 @@ class PoolSlots:
             try:
                 self.pool.commit(slot, block_hash, *parts)
             except SlotInUse:
-                return False  # a pull that was given up is still being taken back
+                self.give_back([slot])
+                return False
+            except InvalidBlock:
+                self.give_back([slot])
+                raise
             self._hold(slot, block_hash)
             return True
         return False
@@ -62,26 +91,35 @@ class PoolSlots:
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Take back slots that a pull has not filled."""
-        emptied = self.pool.try_evict(slots) if slots else []
         with self._lock:
-            self._free += emptied
+            self._empty(slots)
 
     def clear(self) -> bool:
         """Forget every block; False if peers are reading some of them now."""
         with self._lock:
             while self._evict_some():
                 pass
-            return not self._held
+            self._empty([])
+            return not self._held and not self._unready
 
     def _hold(self, slot: int, block_hash: bytes) -> None:
         with self._lock:
             before = self._held.pop(block_hash, None)
             self._held[block_hash] = slot
             if before is not None and before != slot:
-                self._free += self.pool.try_evict([before])
+                self._empty([before])
+
+    def _empty(self, slots: Sequence[int]) -> None:
+        """Free these slots and those left over from before, as far as the pool lets them go."""
+        unready = [*self._unready, *slots]
+        unread = [slot for slot in unready if slot not in self._pinned]
+        emptied = set(self.pool.try_evict(unread)) if unread else set()
+        self._free += emptied
+        self._unready = [slot for slot in unready if slot not in emptied]
 
     def _evict_some(self) -> bool:
-        oldest = [item for item, _ in zip(self._held.items(), range(_EVICTION_BATCH), strict=False)]
+        unread = (item for item in self._held.items() if item[1] not in self._pinned)
+        oldest = list(islice(unread, _EVICTION_BATCH))
         emptied = set(self.pool.try_evict([slot for _, slot in oldest])) if oldest else set()
         for block_hash, slot in oldest:
             if slot in emptied:

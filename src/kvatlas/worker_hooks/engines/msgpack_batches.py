@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvatlas.schemas.errors import BatchTooLarge, MalformedBatch
+from kvatlas.schemas.errors import BatchTooLarge, InvalidBlock, MalformedBatch
 from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected
 from kvatlas.worker_hooks.engines.objects import BadValue
 from kvatlas.worker_hooks.raw_events import RawEvent
@@ -67,6 +67,8 @@ def decode_batch(
                     positions.append(position)
         except BadValue as error:
             rejected.append(Rejected(position, error.kind, str(error)))
+        except (InvalidBlock, RecursionError) as error:
+            rejected.append(Rejected(position, "malformed", str(error)))
     return Decoded(said, rejected, rank, tuple(positions))
 
 

@@ -79,9 +79,10 @@ class TrtllmAdapter:
         self._has_host_level = False
 
     def decode(self, payload: bytes) -> Decoded:
-        if is_json(payload):
-            return self._pulled(payload)
-        return self._without_mm_keys(payload)
+        try:
+            return self._pulled(payload) if is_json(payload) else self._without_mm_keys(payload)
+        except RecursionError as error:
+            raise MalformedBatch("nested too deeply") from error
 
     # --- streaming --------------------------------------------------------------------------
 

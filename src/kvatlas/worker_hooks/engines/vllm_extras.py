@@ -32,6 +32,8 @@ class _Spans:
         self._ends: dict[tuple[str, str, int], int] = {}
 
     def add(self, block: int, kind: str, identifier: str, offset_in_block: int) -> None:
+        if offset_in_block >= self._block_tokens:
+            raise BadValue("unknown_extra", f"an offset of {offset_in_block} is behind its block")
         start = FIRST_TOKEN + block * self._block_tokens + offset_in_block
         self._ends[kind, identifier, start] = FIRST_TOKEN + (block + 1) * self._block_tokens
 

@@ -1,0 +1,91 @@
+"""Which block is in which slot of the serve pool."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvatlas.worker_hooks.connector.slots import PoolSlots
+from kvatlas.worker_hooks.pool import ServePool, SlotState
+
+SIZE = 64
+X, Y, Z = (bytes([n]) * 16 for n in (1, 2, 3))
+DATA = bytes(SIZE)
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Iterator[PoolSlots]:
+    with ServePool.create("p", 2, SIZE, folder=tmp_path) as pool:
+        yield PoolSlots(pool)
+
+
+def lease(slots: PoolSlots, block: bytes) -> None:
+    slot = slots.slot_of(block)
+    assert slot is not None
+    assert slots.pool.lease([slot], [block], time.monotonic_ns() + 10**12)
+
+
+def test_a_block_is_saved_once(slots: PoolSlots) -> None:
+    assert slots.save(X, DATA)
+    assert not slots.save(X, DATA)
+    assert len(slots.take(2)) == 2  # only one slot was used, and it was evicted for this
+
+
+def test_the_leased_stay(slots: PoolSlots) -> None:
+    assert slots.save(X, DATA)
+    assert slots.save(Y, DATA)
+    lease(slots, X)
+    lease(slots, Y)
+    assert not slots.save(Z, DATA)
+    assert slots.slot_of(X) is not None
+    assert not slots.clear()
+
+
+def test_clear_forgets_everything(slots: PoolSlots) -> None:
+    slots.save(X, DATA)
+    assert slots.clear()
+    assert slots.slot_of(X) is None
+    assert len(slots.take(9)) == 2
+
+
+def test_slots_given_back_are_empty_again(slots: PoolSlots) -> None:
+    taken = slots.take(2)
+    assert slots.pool.offer(taken, X + Y)
+    slots.give_back(taken)
+    assert [slots.pool.state_of(slot) for slot in taken] == [SlotState.empty] * 2
+    assert sorted(slots.take(2)) == sorted(taken)
+
+
+def test_slots_given_back_while_the_lock_is_taken_are_not_lost(
+    slots: PoolSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = slots.take(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(slots.pool, "try_evict", lambda slots: [])
+        slots.give_back(taken)
+        assert slots.take(2) == []
+    assert sorted(slots.take(2)) == sorted(taken)
+
+
+def test_the_least_recently_used_goes_first(
+    slots: PoolSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.worker_hooks.connector.slots._EVICTION_BATCH", 1)
+    assert slots.save(X, DATA)
+    assert slots.save(Y, DATA)
+    assert slots.slot_of(X) is not None
+    assert slots.save(Z, DATA)
+    assert [slots.slot_of(b) is not None for b in (X, Y, Z)] == [True, False, True]
+
+
+def test_a_slot_that_is_read_here_keeps_its_block(slots: PoolSlots) -> None:
+    names = [bytes([n]) * 16 for n in range(slots.pool.num_slots)]
+    for name in names:
+        assert slots.save(name, name * (slots.pool.block_bytes // 16))
+    with slots.reading(names[0]) as slot:
+        assert slot is not None
+        taken = slots.take(slots.pool.num_slots)
+        assert slot not in taken
+        assert slots.pool.hash_of(slot) == names[0]
+    assert slots.take(1) == [slot]
