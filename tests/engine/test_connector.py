@@ -4,6 +4,7 @@ A's outputs are the judge: greedy, so B has to answer with the same tokens, pull
 """
 
 import asyncio
+import itertools
 import json
 import signal
 import time
@@ -92,14 +93,18 @@ async def computed_by(engine: EngineProcess, fleet: Bridged, prompt: list[int]) 
     return output
 
 
-async def pulls_work(engine: EngineProcess, prompt: list[int]) -> None:
-    """Return when B's transfer process is up: until then pulls say that there is no transport."""
+async def pulls_work(a: EngineProcess, b: EngineProcess, fleet: Bridged) -> None:
+    """Return when B's transfer process is up: until then pulls say that there is no transport.
+
+    Each try is of a prompt that B has never seen, for what it has computed is in its own pool.
+    """
     async with asyncio.timeout(60):
-        while True:
-            answer = await engine.ask(do="generate", prompts=[prompt], num=1, transfer=plan(2))
+        for number in itertools.count():
+            prompt = [(3 * i + number) % 250 for i in range(100)]
+            await computed_by(a, fleet, prompt)
+            answer = await b.ask(do="generate", prompts=[prompt], num=1, transfer=plan(2))
             if answer["cached"] == [2 * BLOCK_TOKENS]:
                 return
-            await engine.ask(do="reset")
 
 
 @asynccontextmanager
@@ -114,15 +119,11 @@ async def two_engines(
         yield fleet, a, b
 
 
-WARM = [(3 * i + 1) % 250 for i in range(100)]
-
-
 async def test_b_pulls_what_a_has_computed_and_says_the_same(
     python: str, models: Path, tmp_path: Path
 ) -> None:
     async with two_engines(python, models, tmp_path) as (fleet, a, b):
-        await computed_by(a, fleet, WARM)
-        await pulls_work(b, WARM)
+        await pulls_work(a, b, fleet)
         expected = await computed_by(a, fleet, PROMPT)
         answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
         assert answer["cached"] == [NUM_FULL * BLOCK_TOKENS]
@@ -150,8 +151,7 @@ async def test_a_killed_before_the_pull_is_computed_around(
     python: str, models: Path, tmp_path: Path
 ) -> None:
     async with two_engines(python, models, tmp_path) as (fleet, a, b):
-        await computed_by(a, fleet, WARM)
-        await pulls_work(b, WARM)
+        await pulls_work(a, b, fleet)
         expected = await computed_by(a, fleet, PROMPT)
         for process in a.family():
             process.send_signal(signal.SIGKILL)
@@ -167,8 +167,7 @@ async def test_a_killed_during_the_pull_is_computed_around(
 ) -> None:
     """A stands still from before the pull on, so that the pull is under way when A dies."""
     async with two_engines(python, models, tmp_path) as (fleet, a, b):
-        await computed_by(a, fleet, WARM)
-        await pulls_work(b, WARM)
+        await pulls_work(a, b, fleet)
         expected = await computed_by(a, fleet, PROMPT)
         family = a.family()
         for process in family:
@@ -187,8 +186,7 @@ async def test_a_peer_that_stands_still_costs_the_deadline(
     python: str, models: Path, tmp_path: Path
 ) -> None:
     async with two_engines(python, models, tmp_path) as (fleet, a, b):
-        await computed_by(a, fleet, WARM)
-        await pulls_work(b, WARM)
+        await pulls_work(a, b, fleet)
         expected = await computed_by(a, fleet, PROMPT)
         family = a.family()
         for process in family:
@@ -222,8 +220,7 @@ async def test_b_finds_a_holder_itself_where_nobody_has_planned(
         an_engine(python, models, fleet, "a") as a,
         an_engine(python, models, fleet, "b", router_url=router["router"], find_ms=2000) as b,
     ):
-        await computed_by(a, fleet, WARM)
-        await pulls_work(b, WARM)
+        await pulls_work(a, b, fleet)
         expected = await computed_by(a, fleet, PROMPT)
         answer = await b.ask(do="generate", prompts=[PROMPT], num=8)
         assert answer["cached"] == [NUM_FULL * BLOCK_TOKENS]
