@@ -21,8 +21,8 @@ DOCS = ROOT / "docs" / "engine-proof.md"
 STEP_BENCH = ROOT / "tests" / "bench" / "engine_step.py"
 READING = """
 On two cores the sidecar and the broker compete with the engine for the same processors, so p50 and
-p99 hold more than the hook itself; `publish` alone is what it adds to the scheduler's thread. vLLM's
-own publisher hands the same work to a thread of the same interpreter.
+p99 hold more than the hook itself; `publish` alone is what it adds to the scheduler's thread. The
+stock publisher hands the same work to a thread of the same interpreter.
 """
 PROOFS = {
     "plugin": "kvatlas inside the engine: index and block pool, block for block",
