@@ -164,7 +164,6 @@ def test_told_blocks_share_a_payload_and_lose_it_with_the_last() -> None:
     told.removed((0, "GPU"), [b"a"])
     (batch,) = told.batches()
     assert msgspec.msgpack.decode(batch)[1][1]["block_hashes"] == [b"a"]
-    assert told.num_pairs(["GPU"]) == 1
     told.removed((0, "GPU"), [b"b", b"unknown"])
     assert list(told.batches()) == []
 

@@ -48,10 +48,6 @@ class ToldBlocks:
             if media is None or place[1] in media:
                 del self._held[place]
 
-    def num_pairs(self, media: Sequence[str | None]) -> int:
-        """Return how many (hash, group) pairs are held in these media."""
-        return sum(len(held) for place, held in self._held.items() if place[1] in media)
-
     def batches(self) -> Iterator[bytes]:
         """Yield batches that tell all anew, each a store and the removal of what of it is gone.
 
