@@ -59,6 +59,12 @@ $(ENGINE)/.installed: pyproject.toml
 	$(ENGINE)/bin/python -m pip install --quiet --editable .
 	@touch $@
 
+# Peers that benchmarks run beside us, apart from everything else.
+.venv-peers/.installed:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1 numpy pyzmq msgpack
+	@touch $@
+
 engine: .venv/.dev $(ENGINE)/.installed  ## real vLLM engines on CPU (3.5 GB, minutes): plugin, bridge, connector, router
 	$(BIN)/python tests/engine/run.py $(ARGS)
 
