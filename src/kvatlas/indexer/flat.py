@@ -1,9 +1,7 @@
 """The fast index: owns the arrays that the kernels walk, and alone knows how they grow."""
 
-import mmap
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import repeat
 from typing import NamedTuple, NoReturn
 
@@ -11,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
+from kvatlas.indexer.arrays import Arrays, Layout, PrivateArrays, ReadArrays
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
 from kvatlas.indexer.tree import ArrayRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key
@@ -22,6 +21,8 @@ _MAX_GROUPS = 1 << 16
 _MAX_CELLS = 1 << 32
 #: fewer forgotten numbers are not worth a sweep
 _FEW_NUMBERS = 16
+#: segments that memory is asked for at a time
+_SEGMENTS_AT_ONCE = 16
 _U64 = np.dtype(np.uint64)
 #: kernels do not check a tier, so it goes through here
 _TIER_NUMBERS = tuple(int(tier) for tier in Tier)
@@ -45,6 +46,7 @@ class FlatRadixIndex:
     `segment_cells` is the unit in which the table grows: too low, the directory is large; too high,
     an event waits longer for a split (50 us at 4,096 cells). `first_segments` are there at once.
     `set_rows` and `set_words` are the room for holder sets at first. All four are powers of two.
+    `arrays` says where the arrays live, in this process unless told otherwise.
 
     An index is used from one thread: kernels run without the interpreter lock, and nothing in here
     is locked. A sweep, which reclaims what forgotten instances held, is O(index).
@@ -59,8 +61,10 @@ class FlatRadixIndex:
         first_segments: int = 32,
         set_rows: int = 1 << 9,
         set_words: int = 1 << 11,
+        arrays: Arrays | None = None,
     ) -> None:
         kernel.warm()
+        self._home: Arrays = arrays or PrivateArrays()
         self._max_bytes = max_bytes
         self._max_instances = min(max_instances, _MAX_GROUPS * kernel.GROUP)
         self._segment_cells = _checked("segment_cells", segment_cells, 4)
@@ -72,17 +76,22 @@ class FlatRadixIndex:
         self._free: list[int] = []
         self._num_numbers = 0
         #: per group, the bits of instances that are not forgotten
-        self._masks = np.zeros(1, np.uint64)
+        self._masks = self._home.zeros("masks", (1,), np.uint64)
         self._digests = np.zeros((kernel.GROUP, NUM_TIERS, 2), np.uint64)
 
         num_segments = _checked("first_segments", first_segments, 2)
         directory_bits = num_segments.bit_length() - 1
         max_segments = min(max_bytes // self._segment_bytes(), _MAX_CELLS // segment_cells)
         max_segments = max(max_segments, num_segments)
-        self._cells = _reserved(max_segments * segment_cells, kernel.NUM_HALVES)
-        self._segments = _reserved(max_segments, 2)
+        self._cells = self._home.reserve("cells", max_segments * segment_cells, kernel.NUM_HALVES)
+        #: segments that there is memory for
+        self._num_provided = num_segments
+        if not self._home.provide("cells", num_segments * segment_cells):
+            raise IndexFull(f"no memory for {num_segments * segment_cells} cells to begin with")
+        self._segments = PrivateArrays().reserve("segments", max_segments, 2)
         self._segments[:num_segments, kernel.BITS] = directory_bits
-        self._directory = np.arange(num_segments, dtype=np.uint32) * np.uint32(segment_cells)
+        self._directory = self._home.zeros("directory", (num_segments,), np.uint32)
+        self._directory[:] = np.arange(num_segments, dtype=np.uint32) * np.uint32(segment_cells)
         self._state = np.zeros(kernel.NUM_STATES, np.uint64)
         self._state[kernel.NUM_ROWS] = 1
         self._state[kernel.NUM_SEGMENTS] = num_segments
@@ -90,7 +99,7 @@ class FlatRadixIndex:
         self._state[kernel.SEGMENT_BITS] = segment_cells.bit_length() - 1
         self._state[kernel.MULTIPLIER] = secrets.randbits(64) | 1
         num_rows = _checked("set_rows", set_rows, 2)
-        self._rows = np.zeros((num_rows, kernel.NUM_COLUMNS), np.uint64)
+        self._rows = self._home.zeros("rows", (num_rows, kernel.NUM_COLUMNS), np.uint64)
         self._words = np.zeros(0, np.uint64)
         self._replace_sets(num_rows, self._min_words)
 
@@ -254,6 +263,8 @@ class FlatRadixIndex:
             # collecting a last few rows again and again would cost more than it gives
             if 8 * used_rows > 7 * len(self._rows) or 8 * used_words > 7 * len(self._words):
                 self._refuse()
+        elif lacking == kernel.SEGMENT_ROOM and self._provide_more():
+            pass
         elif self._forgotten:
             self._sweep()
         elif lacking == kernel.DIRECTORY_ROOM:
@@ -261,10 +272,23 @@ class FlatRadixIndex:
         else:
             self._refuse()
 
+    def _provide_more(self) -> bool:
+        """Have memory for more segments; False at the limit, or when the system has none left."""
+        num_segments = self._num_provided + _SEGMENTS_AT_ONCE
+        num_segments = min(num_segments, len(self._cells) // self._segment_cells)
+        if num_segments <= self._num_provided:
+            return False
+        if not self._home.provide("cells", num_segments * self._segment_cells):
+            return False
+        self._num_provided = num_segments
+        return self._limit_segments()
+
     def _double_directory(self) -> None:
         if self.memory_bytes() + self._directory.nbytes > self._max_bytes:
             self._refuse()
-        self._directory = np.repeat(self._directory, 2)
+        directory = self._home.zeros("directory", (2 * len(self._directory),), np.uint32)
+        directory[:] = np.repeat(self._directory, 2)
+        self._directory = directory
         self._state[kernel.DIRECTORY_SHIFT] -= np.uint64(1)
         self._bind()
 
@@ -300,10 +324,10 @@ class FlatRadixIndex:
 
     def _replace_sets(self, num_rows: int, num_words: int) -> None:
         if num_rows > len(self._rows):
-            rows = np.zeros((num_rows, kernel.NUM_COLUMNS), np.uint64)
+            rows = self._home.zeros("rows", (num_rows, kernel.NUM_COLUMNS), np.uint64)
             rows[: len(self._rows)] = self._rows
             self._rows = rows
-        words = np.zeros(num_words, np.uint64)
+        words = self._home.zeros("words", (num_words,), np.uint64)
         kernel.collect(self._rows, self._words, words, self._state)
         self._words = words
         self._bind()
@@ -311,33 +335,33 @@ class FlatRadixIndex:
     def _bind(self) -> None:
         """Gather the arrays as kernels take them; due whenever one is replaced."""
         self._sets = self._rows, self._words
-        left_bytes = max(0, self._max_bytes - self._other_bytes())
-        max_segments = min(left_bytes // self._segment_bytes(), len(self._segments))
-        self._state[kernel.MAX_SEGMENTS] = max_segments
+        self._limit_segments()
         table = self._cells, self._directory
         self._arrays = (*table, self._segments, *self._sets, self._digests, self._state)
         self._read_arrays = (*table, *self._sets, self._masks, self._state)
+        layout = kernel.MULTIPLIER, kernel.DIRECTORY_SHIFT, kernel.SEGMENT_BITS
+        self._home.bind(
+            ReadArrays(*table, *self._sets, self._masks),
+            Layout(*(int(self._state[entry]) for entry in layout)),
+        )
+
+    def _limit_segments(self) -> bool:
+        """Tell the kernels how many segments there may be; whether that is more than there are."""
+        left_bytes = max(0, self._max_bytes - self._other_bytes())
+        max_segments = min(left_bytes // self._segment_bytes(), self._num_provided)
+        self._state[kernel.MAX_SEGMENTS] = max_segments
+        return max_segments > int(self._state[kernel.NUM_SEGMENTS])
 
     def _fit_instances(self) -> None:
         """Have a mask and digests for each number given out."""
         if self._num_numbers > len(self._digests):
             num_groups = 2 * len(self._masks)
-            masks = np.zeros(num_groups, np.uint64)
+            masks = self._home.zeros("masks", (num_groups,), np.uint64)
             masks[: len(self._masks)] = self._masks
             digests = np.zeros((num_groups * kernel.GROUP, NUM_TIERS, 2), np.uint64)
             digests[: len(self._digests)] = self._digests
             self._masks, self._digests = masks, digests
             self._bind()
-
-
-def _reserved(num_lines: int, num_columns: int) -> NDArray[np.uint32]:
-    """Return zeros that take address space now, and memory where they are written to."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    region = mmap.mmap(-1, 4 * num_lines * num_columns, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(region, np.uint32).reshape(num_lines, num_columns)
 
 
 def _checked(name: str, value: int, least: int) -> int:

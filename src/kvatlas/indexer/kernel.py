@@ -679,6 +679,16 @@ def strip(
 # --- what readers ask ---------------------------------------------------------------------
 
 
+@compiled()
+def span_of(rows: U64, words: U64, row: Number) -> tuple[Number, Number]:
+    """Return where the words of a row begin and end, within the arrays whatever the row says."""
+    if row >= np.uint64(rows.shape[0]):
+        return ZERO, ZERO
+    size = np.uint64(words.size)
+    start = min(rows[row, START], size)
+    return start, start + min(rows[row, LENGTH], size - start)
+
+
 @compiled(f"uint32[:, ::1]({PACKED}, uint32[:, ::1], uint32[::1], {SETS}, uint64[::1], {STATE})")
 def match(
     packed: U64, cells: U32, directory: U32, rows: U64, words: U64, live: U64, state: U64
@@ -688,18 +698,25 @@ def match(
     Line 0 is the instance, 1 its leading blocks, 2 to 6 these by best tier. An alive word keeps
     the best tier of its instances, its tally the position up to which they are counted; both are
     touched only where a set differs from the one before.
+
+    Over arrays that another process writes to meanwhile (indexer/shared) the answer may be nonsense,
+    which the caller finds out; nothing is read from outside the arrays, because a row and the words
+    and groups that it names are held to their arrays' bounds.
     """
     num_hashes, layout = np.uint64(packed.size // 2), layout_of(state)
     row = ZERO
     if num_hashes != ZERO:
         row = np.uint64(cells[find(cells, directory, layout, key_at(packed, ZERO)), ROW])
-    first_word, num_words = rows[row, START], rows[row, LENGTH]
+    first_word, end_word = span_of(rows, words, row)
+    num_words = end_word - first_word
     alive, origin = np.empty(num_words, np.uint64), np.empty(num_words, np.uint64)
     #: per byte of the first set: counted up to, then blocks by tier
     tally = np.zeros((num_words * GROUP_SIZE, np.uint64(1 + NUM_TIERS)), np.uint32)
     num_alive = ZERO
     for offset in range(num_words):
         word = words[first_word + offset]
+        if (word >> GROUP_SHIFT) >= np.uint64(live.size):
+            continue
         best = best_tiers(word & live[word >> GROUP_SHIFT])
         if best != ZERO:
             alive[num_alive] = (word & GROUP_MASK) | best
@@ -733,7 +750,7 @@ def narrow(
     position: Number,
 ) -> Number:
     """Keep of the alive words what a set holds, count what changes; return how many are left."""
-    source, end = rows[row, START], rows[row, START] + rows[row, LENGTH]
+    source, end = span_of(rows, words, row)
     num_kept = ZERO
     for index in range(num_alive):
         group, best = alive[index] & GROUP_MASK, alive[index] & TIERS

@@ -1,0 +1,78 @@
+"""Where the arrays of an index live: in this process alone, or where others can read them.
+
+The index asks for arrays by name and tells when one has been replaced. What readers need is
+`cells`, `directory`, `rows`, `words` and `masks`; everything else stays with the index.
+"""
+
+import mmap
+from contextlib import suppress
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+Number = TypeVar("Number", np.uint32, np.uint64)
+
+
+class Layout(NamedTuple):
+    """What a search in the block table has to know beside the arrays: see kernel.state."""
+
+    multiplier: int
+    directory_shift: int
+    segment_bits: int
+
+
+class ReadArrays(NamedTuple):
+    """The arrays that a match walks."""
+
+    cells: U32
+    directory: U32
+    rows: U64
+    words: U64
+    masks: U64
+
+
+class Arrays(Protocol):
+    """Gives zeroed arrays. Of two arrays of one name, the older one is void after `bind`."""
+
+    def reserve(self, name: str, num_lines: int, num_columns: int) -> U32:
+        """Return an array that takes address space now, and memory by and by.
+
+        Only lines that `provide` has said yes to may be touched.
+        """
+        ...
+
+    def provide(self, name: str, num_lines: int) -> bool:
+        """Have memory for the first lines of a reserved array; False if there is none."""
+        ...
+
+    def zeros(self, name: str, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
+        """Return an array. Raises IndexFull when there is no memory for it."""
+        ...
+
+    def bind(self, arrays: ReadArrays, layout: Layout) -> None:
+        """Take it that from now on readers find the index in these."""
+        ...
+
+
+class PrivateArrays:
+    """Arrays in the memory of this process; the system gives it where they are written to."""
+
+    def reserve(self, name: str, num_lines: int, num_columns: int) -> U32:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        region = mmap.mmap(-1, 4 * num_lines * num_columns, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                region.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(region, np.uint32).reshape(num_lines, num_columns)
+
+    def provide(self, name: str, num_lines: int) -> bool:
+        return True
+
+    def zeros(self, name: str, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
+        return np.zeros(shape, kind)
+
+    def bind(self, arrays: ReadArrays, layout: Layout) -> None:
+        """Nobody else looks."""
