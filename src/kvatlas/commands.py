@@ -144,6 +144,9 @@ def serve(
     prefill_tokens_per_second: Rate = 20_000.0,
     decode_tokens_per_second: Rate = 50.0,
     speed: Speed = 1.0,
+    routers: Annotated[
+        int, typer.Option(min=0, max=64, help="Router processes beside the index; 0: one in it.")
+    ] = 0,
     parent_pid: ParentPid = 0,
     json: JsonFlag = False,
 ) -> None:
@@ -157,7 +160,7 @@ def serve(
         workers, blocks_per_worker, block_bytes, block_tokens,
         prefill_tokens_per_second, decode_tokens_per_second, speed,
     )  # fmt: skip
-    _run(serve_all(settings, engines, json, parent_pid))
+    _run(serve_all(settings, engines, json, parent_pid, routers))
 
 
 @app.command()
@@ -168,13 +171,14 @@ def router(
     set_: SetFlags = None,
     port: HttpPort = None,
     policy: PolicyName = None,
+    parent_pid: ParentPid = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Run a router with an index of its own on an existing broker."""
+    """Run a router on an existing broker, with an index of its own unless it reads a shared one."""
     from kvatlas.serve import serve_router
 
     settings = _settings(config, nats, creds, set_, port=port, policy=policy)
-    _run(serve_router(_with_broker(settings), json))
+    _run(serve_router(_with_broker(settings), json, parent_pid))
 
 
 @app.command()
@@ -190,6 +194,16 @@ def indexer(
     from kvatlas.serve import serve_indexer
 
     _run(serve_indexer(_with_broker(_settings(config, nats, creds, set_, port=port)), json))
+
+
+@app.command()
+def warm() -> None:
+    """Compile the kernels of the index into the on-disk cache, such as when an image is built."""
+    from kvatlas.indexer.warming import cache_folder, warm_kernels
+
+    seconds = warm_kernels()
+    print(f"kernels ready in {seconds:.1f} s")
+    print(f"cache    {cache_folder() or 'none: no folder for it can be written to'}")
 
 
 @app.command("archive")

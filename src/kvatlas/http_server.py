@@ -44,18 +44,34 @@ class HttpServer:
 
 
 @contextlib.asynccontextmanager
-async def http_server(host: str, port: int) -> AsyncGenerator[HttpServer, None]:
-    """Listen on host and port (0 takes a free one); raises InvalidSetting if that is impossible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+async def http_server(
+    host: str, port: int, is_port_shared: bool = False
+) -> AsyncGenerator[HttpServer, None]:
+    """Listen on host and port (0 takes a free one); raises InvalidSetting if that is impossible.
+
+    Processes that share a port each get a part of its connections (SO_REUSEPORT).
+    """
+    with bound_socket(host, port, is_port_shared) as listener:
         listener.setblocking(False)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise InvalidSetting("port", f"{host}:{port}", str(error)) from error
         listener.listen(1024)
         yield HttpServer(listener, host)
+
+
+@contextlib.contextmanager
+def bound_socket(
+    host: str, port: int, is_port_shared: bool
+) -> Generator[socket.socket, None, None]:
+    """Yield a socket that has the port and does not listen yet. Raises InvalidSetting."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_port_shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            raise InvalidSetting("port", f"{host}:{port}", str(error)) from error
+        yield bound
     finally:
-        listener.close()
+        bound.close()

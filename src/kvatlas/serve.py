@@ -2,12 +2,16 @@
 
 serve    broker (embedded or given) + index + router (+ archive, + reference engines)
 router   index + router          indexer   index          archive   archive
+
+An index whose memory is shared (`serve --routers N`, `indexer.shared_folder`) is read by routers in
+other processes, which then have none of their own.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
@@ -17,76 +21,108 @@ from kvatlas.events.archiver import Archiver
 from kvatlas.events.bus import Bus, StreamSpec
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.events.streams import KV_DECISIONS, decisions_stream, events_stream
 from kvatlas.http_server import http_server
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.indexer.index import PrefixIndex
-from kvatlas.indexer.kernel import warm
+from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.reference import ReferenceIndex
 from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.shared.reader import SharedIndexReader
+from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.warming import cache_folder, warm_kernels
 from kvatlas.router.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
-from kvatlas.router.service import RouterService
-from kvatlas.schemas.errors import BusUnavailable, ServerNotStarted, StreamRefused
+from kvatlas.router.service import IndexFeed, RouterService
+from kvatlas.router_processes import router_processes
+from kvatlas.runtime_folder import runtime_folder
+from kvatlas.schemas.errors import (
+    BusUnavailable,
+    InvalidSetting,
+    ServerNotStarted,
+    StreamRefused,
+)
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_fleet import EngineOptions, worker_fleet
 from kvatlas.worker_hooks.process import process_ended, signals_call
 
 BROKER_RETRY_SECONDS = 1.0
+#: loading kernels from the cache takes less
+LONG_WARM_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 async def serve_all(
-    settings: Settings, engines: EngineOptions, as_json: bool, parent_pid: int = 0
+    settings: Settings,
+    engines: EngineOptions,
+    as_json: bool,
+    parent_pid: int = 0,
+    num_routers: int = 0,
 ) -> None:
-    """Run everything until SIGTERM or SIGINT, or until the parent process ends (0: no matter)."""
-    async with (
-        _until_stopped() as stopped,
-        _broker(settings) as nats_url,
-        _bus(settings, nats_url) as bus,
-        _archive(settings, bus, stopped),
-        _index(settings, bus, stopped) as service,
-        _router(settings, bus, service) as router_url,
-        worker_fleet(engines, settings, nats_url, service),
-    ):
+    """Run everything until SIGTERM or SIGINT, or until the parent process ends (0: no matter).
+
+    With `num_routers` they are processes of their own, which read this one's index; 0 is one here.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        stopped = await enter(_until_stopped())
+        nats_url = await enter(_broker(settings))
+        bus = await enter(_bus(settings, nats_url))
+        await enter(_archive(settings, bus, stopped))
+        folder = _shared_folder(settings)
+        if num_routers and folder is None:
+            folder = stack.enter_context(runtime_folder()) / "index"
+        service = await enter(_index(settings, bus, stopped, folder))
+        urls = {}
+        if not num_routers:
+            urls["router"] = await enter(_router(settings, bus, service.index, service))
+        await enter(worker_fleet(engines, settings, nats_url, service))
         await service.wait_ready()
-        _announce(as_json, router=router_url, nats=nats_url, archive=settings.archive.url)
-        async with contextlib.AsyncExitStack() as stack:
-            if parent_pid:
-                parent = _stopping_with(process_ended(parent_pid), stopped)
-                await stack.enter_async_context(parent)
-            await stopped.wait()
+        if num_routers and folder is not None:
+            urls["router"] = await enter(router_processes(num_routers, settings, nats_url, folder))
+            urls["indexer"] = await enter(_index_pages(settings, service, settings.router.host, 0))
+        _announce(as_json, **urls, nats=nats_url, archive=settings.archive.url)
+        if parent_pid:
+            await enter(_stopping_with(process_ended(parent_pid), stopped))
+        await stopped.wait()
 
 
-async def serve_router(settings: Settings, as_json: bool) -> None:
-    """Run a router with its own index on an existing broker until SIGTERM or SIGINT."""
-    async with (
-        _until_stopped() as stopped,
-        _bus(settings, settings.nats.url) as bus,
-        _index(settings, bus, stopped) as service,
-        _router(settings, bus, service) as router_url,
-    ):
+async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -> None:
+    """Run a router on an existing broker until SIGTERM or SIGINT, or the parent's end (0: no).
+
+    Its index is its own, or another process's if `indexer.shared_folder` names one.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        stopped = await enter(_until_stopped())
+        bus = await enter(_bus(settings, settings.nats.url))
+        if settings.indexer.shared_folder:
+            await _warm()
+            reader = SharedIndexReader(Path(settings.indexer.shared_folder))
+            router_url = await enter(_router(settings, bus, reader, reader))
+        else:
+            service = await enter(_index(settings, bus, stopped))
+            router_url = await enter(_router(settings, bus, service.index, service))
         _announce(as_json, router=router_url, nats=settings.nats.url)
+        if parent_pid:
+            await enter(_stopping_with(process_ended(parent_pid), stopped))
         await stopped.wait()
 
 
 async def serve_indexer(settings: Settings, as_json: bool) -> None:
     """Run an index that answers questions and decides nothing, until SIGTERM or SIGINT."""
+    folder = _shared_folder(settings)
     async with (
         _until_stopped() as stopped,
         _bus(settings, settings.nats.url) as bus,
-        _index(settings, bus, stopped) as service,
-        http_server(settings.router.host, settings.router.port) as server,
+        _index(settings, bus, stopped, folder) as service,
+        _index_pages(settings, service, settings.router.host, settings.router.port) as url,
     ):
-        router = RouterService(
-            service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
-        )
-        async with server.serving(create_app(router, decides=False)):
-            _announce(as_json, indexer=server.url, nats=settings.nats.url)
-            await stopped.wait()
+        _announce(as_json, indexer=url, nats=settings.nats.url)
+        await stopped.wait()
 
 
 async def serve_archive(settings: Settings, as_json: bool) -> None:
@@ -195,16 +231,22 @@ async def _declare_again(bus: Bus, streams: Sequence[StreamSpec], connected: asy
 
 @contextlib.asynccontextmanager
 async def _index(
-    settings: Settings, bus: Bus, stopped: asyncio.Event
+    settings: Settings, bus: Bus, stopped: asyncio.Event, shared_folder: Path | None = None
 ) -> AsyncGenerator[IndexService, None]:
     index: PrefixIndex
+    shared: SharedArrays | None = None
+    if shared_folder is not None and settings.indexer.kernel != "flat":
+        raise InvalidSetting("indexer.kernel", settings.indexer.kernel, "only `flat` can be shared")
     if settings.indexer.kernel == "flat":
-        await asyncio.to_thread(warm)
-        index = FlatRadixIndex()
+        await _warm()
+        shared = SharedArrays(shared_folder) if shared_folder else None
+        index = FlatRadixIndex(arrays=shared)
     else:
         index = ReferenceIndex()
     async with (
-        IndexService(bus, IndexState(index)) as service,
+        IndexService(
+            bus, IndexState(index), shared=shared, snapshots=_snapshots(settings)
+        ) as service,
         _stopping_with(service.failed.wait(), stopped),
     ):
         yield service
@@ -212,15 +254,53 @@ async def _index(
         raise service.failure
 
 
+def _snapshots(settings: Settings) -> SnapshotSettings | None:
+    at = settings.indexer
+    if not at.snapshot_seconds:
+        return None
+    return SnapshotSettings(
+        at.snapshot_seconds, at.snapshot_messages, at.snapshots_kept, at.snapshots_kept_seconds
+    )
+
+
+async def _warm() -> None:
+    """Have the kernels before anybody asks, and say so where that takes long."""
+    seconds = await asyncio.to_thread(warm_kernels)
+    if seconds > LONG_WARM_SECONDS:
+        where = cache_folder() or "no folder for a cache can be written to"
+        text = f"kernels  compiled in {seconds:.1f} s ({where}); `kvatlas warm` does it in advance"
+        print(text, file=sys.stderr, flush=True)
+
+
+def _shared_folder(settings: Settings) -> Path | None:
+    return Path(settings.indexer.shared_folder) if settings.indexer.shared_folder else None
+
+
 @contextlib.asynccontextmanager
-async def _router(settings: Settings, bus: Bus, service: IndexService) -> AsyncGenerator[str, None]:
+async def _index_pages(
+    settings: Settings, service: IndexService, host: str, port: int
+) -> AsyncGenerator[str, None]:
+    """Answer questions about the index over HTTP; yields the URL."""
+    async with http_server(host, port) as server:
+        router = RouterService(
+            service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
+        )
+        async with server.serving(create_app(router, decides=False)):
+            yield server.url
+
+
+@contextlib.asynccontextmanager
+async def _router(
+    settings: Settings, bus: Bus, index: IndexReader, feed: IndexFeed
+) -> AsyncGenerator[str, None]:
+    at = settings.router
     async with (
-        http_server(settings.router.host, settings.router.port) as server,
+        http_server(at.host, at.port, at.is_port_shared) as server,
         StreamDecisionLog(bus.publisher(KV_DECISIONS), settings.router) as log,
     ):
         router = RouterService(
-            service.index,
-            service,
+            index,
+            feed,
             settings.router,
             log=log,
             fleet_key=settings.fleet.key_bytes,
@@ -236,6 +316,8 @@ async def _archive(
     if not settings.archive.url:
         yield
         return
+    from kvatlas.events.sql_archive import SqlArchive  # 0.2 s, which the other roles are spared
+
     archive = await asyncio.to_thread(SqlArchive, settings.archive.url)
     with archive:
         async with (

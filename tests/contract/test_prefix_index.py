@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex, Match, PrefixIndex, ReferenceIndex, TreeNode
+from kvatlas.indexer.snapshot import Exportable, InvalidSnapshot
 from kvatlas.schemas.digest import TierDigest, digest_of, index_key, split_hashes
 from kvatlas.schemas.errors import IndexFull, InvalidBlock, UnknownInstance
 from kvatlas.schemas.ids import Tier
@@ -395,3 +396,91 @@ def test_parents_in_a_circle_do_no_harm(index: PrefixIndex) -> None:
     index.store(instance, HBM, ROOT, packed(20))
     assert [node.hash_key for node in index.tree(3, 3)] == [key(20)]
     assert lengths(index, packed(1, 2)) == {instance: 2}
+
+
+# --- snapshots ----------------------------------------------------------------------------------
+
+
+def copied(index: PrefixIndex, into: PrefixIndex) -> PrefixIndex:
+    assert isinstance(index, Exportable)
+    assert isinstance(into, Exportable)
+    into.restore(index.export())
+    return into
+
+
+def a_used_index(make_index: Callable[..., PrefixIndex]) -> tuple[PrefixIndex, list[int]]:
+    """Return an index with holes, tiers, a forgotten instance, and the numbers that are left."""
+    index = make_index()
+    instances = [index.add_instance() for _ in range(20)]
+    for position, instance in enumerate(instances):
+        index.store(instance, Tier(position % 5), ROOT, run_of(100 + position))
+        index.remove(instance, Tier(position % 5), packed(50 + position))
+    index.forget_instance(instances.pop(3))
+    return index, instances
+
+
+def test_what_is_restored_answers_alike(make_index: Callable[..., PrefixIndex]) -> None:
+    index, instances = a_used_index(make_index)
+    restored = copied(index, make_index())
+    assert restored.match(run_of(130)) == index.match(run_of(130))
+    assert restored.holders(packed(60)) == index.holders(packed(60))
+    assert restored.num_blocks() == index.num_blocks()
+    assert restored.tree(9, 9) == index.tree(9, 9)
+    for instance in instances:
+        for tier in Tier:
+            assert restored.digest(instance, tier) == index.digest(instance, tier)
+
+
+def test_what_is_restored_goes_on_alike_and_apart(make_index: Callable[..., PrefixIndex]) -> None:
+    index, instances = a_used_index(make_index)
+    restored = copied(index, make_index())
+    for each in (index, restored):
+        each.forget_instance(instances[5])
+        fresh = [each.add_instance() for _ in range(20)]
+        assert not set(fresh) & set(instances) - {instances[5]}
+        assert all(each.digest(number, tier) == TierDigest() for number in fresh for tier in Tier)
+        each.store(instances[0], HBM, packed(100), run_of(3000, start=101))
+        each.remove(instances[1], DRAM, run_of(30))
+        each.clear(instances[2], None)
+    assert lengths(restored, run_of(3100)) == lengths(index, run_of(3100))
+    assert restored.num_blocks() == index.num_blocks()
+    before = restored.match(run_of(3100))
+    index.clear(instances[0], None)
+    assert restored.match(run_of(3100)) == before
+
+
+def test_what_was_there_before_is_gone(make_index: Callable[..., PrefixIndex]) -> None:
+    full, empty = make_index(), make_index()
+    for _ in range(30):
+        full.store(full.add_instance(), HBM, ROOT, run_of(2000))
+    kept = empty.add_instance()
+    empty.store(kept, HBM, ROOT, run_of(2))
+    restored = copied(empty, full)
+    assert lengths(restored, run_of(2000)) == {kept: 2}
+    assert restored.num_blocks() == 2
+    assert restored.store(kept, HBM, packed(2), run_of(1998, start=3)) == 1998
+    assert lengths(restored, run_of(2000)) == {kept: 2000}
+
+
+def test_an_empty_index_is_restored_empty(make_index: Callable[..., PrefixIndex]) -> None:
+    restored = copied(make_index(), make_index())
+    assert restored.num_blocks() == 0
+    instance = restored.add_instance()
+    restored.store(instance, HBM, ROOT, run_of(3))
+    assert lengths(restored, run_of(3)) == {instance: 3}
+
+
+def test_parts_that_are_not_an_index_change_nothing(
+    make_index: Callable[..., PrefixIndex],
+) -> None:
+    index, _ = a_used_index(make_index)
+    assert isinstance(index, Exportable)
+    before, parts = index.match(run_of(130)), index.export()
+    for name, part in parts.items():
+        for wrong in (None, part[:-1], memoryview(bytes(part) + b"\x01")):
+            damaged = {other: each for other, each in parts.items() if other != name}
+            if wrong is not None:
+                damaged[name] = wrong
+            with pytest.raises(InvalidSnapshot, match="part"):
+                index.restore(damaged)
+    assert index.match(run_of(130)) == before

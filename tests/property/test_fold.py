@@ -1,7 +1,9 @@
 """Whatever happens to a fleet: the fold stands, keeps its promises, and replays to the same."""
 
 import asyncio
+from collections.abc import Callable
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,9 +12,9 @@ from kvatlas.events.bus import Message
 from kvatlas.events.memory_archive import MemoryArchive
 from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.events.streams import KV_EVENTS, events_stream
-from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived, HoleSeen, stimulus_of
+from kvatlas.indexer import FlatRadixIndex, PrefixIndex, ReferenceIndex
+from kvatlas.indexer.state import IndexState, IndexStats
+from kvatlas.indexer.stimuli import BatchArrived, HoleSeen, Stimulus, stimulus_of
 from kvatlas.replay import Moment, replay
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -25,6 +27,9 @@ from kvatlas.schemas.kv_events import (
 )
 from testkit.builders import hashes
 from testkit.histories import FLEET, Step, histories, publish, validate
+from testkit.indexes import tiny_index
+
+INDEXES: list[Callable[[], PrefixIndex]] = [FlatRadixIndex, tiny_index, ReferenceIndex]
 
 faults = st.lists(st.sampled_from(["drop", "duplicate", "delay"]), max_size=4)
 
@@ -71,6 +76,42 @@ def test_a_fold_that_loses_a_part_of_the_log_never_calls_it_exact(
         truth = whole.instance(view.instance)
         if view.trust is Trust.exact and truth is not None and truth.trust is Trust.exact:
             assert view.digests == truth.digests
+
+
+@settings(max_examples=300)
+@given(histories, st.integers(0, 40), st.integers(0, 40), st.sampled_from(INDEXES))
+def test_a_snapshot_and_what_follows_it_are_the_whole(
+    history: list[Step], until: int, hole_at: int, make_index: Callable[[], PrefixIndex]
+) -> None:
+    """Taken anywhere, before or after a hole: the same effects, trust, counters, matches."""
+    whole, until_then = IndexState(make_index(), max_gone=1), IndexState(make_index(), max_gone=1)
+    stimuli: list[Stimulus] = []
+    for message in the_log(history):
+        if message.stream_sequence == hole_at:
+            stimuli.append(HoleSeen(hole_at, hole_at + 1))
+        else:
+            stimuli.append(stimulus_of(message))
+    for stimulus in stimuli[:until]:
+        whole.handle(stimulus)
+        until_then.handle(stimulus)
+    later = IndexState(make_index(), max_gone=1)
+    later.restore(until_then.export())
+    validate(later)
+    for stimulus in stimuli[until:]:
+        assert later.handle(stimulus) == whole.handle(stimulus)
+        validate(later)
+    assert later.stream_sequence == whole.stream_sequence
+    assert later.state_digest() == whole.state_digest()
+    assert later.instances() == whole.instances()
+    assert later.wanted_inventories() == whole.wanted_inventories()
+    assert counts(later) == counts(whole)
+    for first in range(1, 10):
+        chain = hashes(first, first + 1)
+        assert sorted(later.match(chain)) == sorted(whole.match(chain))
+
+
+def counts(state: IndexState) -> IndexStats:
+    return msgspec.structs.replace(state.stats(), memory_bytes=0)
 
 
 @settings(max_examples=60)

@@ -138,6 +138,12 @@ class TwoIndexes(RuleBasedStateMachine):
             for node in nodes
         ]
 
+    @rule()
+    def go_on_from_a_snapshot(self) -> None:
+        restored = tiny_index(MAX_INSTANCES)
+        restored.restore(self.flat.export())
+        self.flat, self.touched = restored, None
+
     @invariant()
     def check_matches(self) -> None:
         to_flat = {plain: flat for flat, plain in self.instances}

@@ -1,5 +1,6 @@
 """Order within an instance's stream of batches; pure, asked by `IndexState` for each batch."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -25,6 +26,15 @@ class Position(NamedTuple):
 
     epoch: int
     seq: int
+
+
+class Tracked(NamedTuple):
+    """All that is known of one instance's order."""
+
+    instance: InstanceId
+    epoch: int
+    seq: int
+    has_ended: bool
 
 
 _NOWHERE = Position(0, 0)
@@ -86,3 +96,15 @@ class SequenceTracker:
     def position(self, instance: InstanceId) -> Position:
         """Return the last batch of the instance that counts; (0, 0) before any."""
         return Position(*self._last.get(instance, _NOWHERE))
+
+    def export(self) -> list[Tracked]:
+        """Return everything, for `restore`."""
+        return [
+            Tracked(instance, epoch, seq, instance in self._ended)
+            for instance, (epoch, seq) in self._last.items()
+        ]
+
+    def restore(self, every: Sequence[Tracked]) -> None:
+        """Know what was exported and nothing else."""
+        self._last = {each.instance: (each.epoch, each.seq) for each in every}
+        self._ended = {each.instance for each in every if each.has_ended}

@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from itertools import repeat
 from typing import NamedTuple, NoReturn
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import Arrays, Layout, PrivateArrays, ReadArrays
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, part_of
+from kvatlas.indexer.snapshot_flat import NUM_SET_COLUMNS, FlatNumbers, read_flat
 from kvatlas.indexer.tree import ArrayRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
@@ -362,6 +365,59 @@ class FlatRadixIndex:
             digests[: len(self._digests)] = self._digests
             self._masks, self._digests = masks, digests
             self._bind()
+
+    # --- snapshots --------------------------------------------------------------------------
+
+    def export(self) -> dict[str, memoryview]:
+        num_segments, num_rows = self._state[[kernel.NUM_SEGMENTS, kernel.NUM_ROWS]].tolist()
+        arrays: dict[str, NDArray[np.uint32] | NDArray[np.uint64]] = {
+            "flat.state": self._state,
+            "flat.masks": self._masks,
+            "flat.digests": self._digests,
+            "flat.directory": self._directory,
+            "flat.segments": self._segments[:num_segments],
+            "flat.rows": self._rows[:num_rows, :NUM_SET_COLUMNS],
+            "flat.words": self._words[: int(self._state[kernel.NUM_WORDS])],
+            "flat.cells": self._cells[: num_segments * self._segment_cells],
+        }
+        copies = {name: part_of(array.copy()) for name, array in arrays.items()}
+        numbers = FlatNumbers(
+            self._num_numbers, sorted(self._live), sorted(self._forgotten), self._free
+        )
+        return {"flat.numbers": memoryview(msgspec.msgpack.encode(numbers)), **copies}
+
+    def restore(self, parts: Parts) -> None:
+        found = read_flat(parts)
+        num_cells, num_segments = len(found.cells), len(found.segments)
+        if found.segment_cells != self._segment_cells or num_segments > len(self._segments):
+            raise InvalidSnapshot(
+                f"{num_segments} segments of {found.segment_cells} cells,"
+                f" there is room for {len(self._segments)} of {self._segment_cells}"
+            )
+        if not self._home.provide(
+            "cells", max(self._num_provided, num_segments) * self._segment_cells
+        ):
+            raise IndexFull(f"no memory for {num_cells} cells")
+        masks = self._home.zeros("masks", found.masks.shape, np.uint64)
+        directory = self._home.zeros("directory", found.directory.shape, np.uint32)
+        num_rows = max(len(self._rows), _power_of_two(len(found.rows)))
+        rows = self._home.zeros("rows", (num_rows, kernel.NUM_COLUMNS), np.uint64)
+        masks[:], directory[:] = found.masks, found.directory
+        rows[: len(found.rows), :NUM_SET_COLUMNS] = found.rows
+
+        self._num_provided = max(self._num_provided, num_segments)
+        old_segments = int(self._state[kernel.NUM_SEGMENTS])
+        self._cells[:num_cells], self._segments[:num_segments] = found.cells, found.segments
+        self._cells[num_cells : old_segments * self._segment_cells] = 0
+        self._segments[num_segments:old_segments] = 0
+        self._state[:] = found.state
+        self._masks, self._digests = masks, found.digests.copy()
+        self._directory, self._rows, self._words = directory, rows, found.words.copy()
+        numbers = found.numbers
+        self._num_numbers, self._free = numbers.num_numbers, list(numbers.free)
+        self._live, self._forgotten = set(numbers.live), set(numbers.forgotten)
+        num_words = _power_of_two(2 * (len(found.words) + len(masks) + 1))
+        self._replace_sets(num_rows, max(self._min_words, num_words))
 
 
 def _checked(name: str, value: int, least: int) -> int:

@@ -699,7 +699,7 @@ def match(
     the best tier of its instances, its tally the position up to which they are counted; both are
     touched only where a set differs from the one before.
 
-    Over arrays that another process writes to meanwhile (indexer/shared) the answer may be nonsense,
+    Over arrays that another process writes to meanwhile (indexer/shared) the answer may be void,
     which the caller finds out; nothing is read from outside the arrays, because a row and the words
     and groups that it names are held to their arrays' bounds.
     """

@@ -1,5 +1,6 @@
 """The port that routers, pages and command lines read the index through, and its answers."""
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
@@ -147,3 +148,13 @@ class IndexReader(Protocol):
         counters aside. O(instances).
         """
         ...
+
+
+def serving_views(views: Iterable[InstanceView]) -> dict[str, list[InstanceView]]:
+    """Return, for each model and adapter, the instances that serve it."""
+    serving: dict[str, list[InstanceView]] = {}
+    for view in views:
+        if view.info is not None:
+            for served in {*view.info.models, *view.info.adapters}:
+                serving.setdefault(served, []).append(view)
+    return serving

@@ -3,11 +3,17 @@
 import sys
 from itertools import count
 
+import msgspec
+
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, bytes_of
 from kvatlas.indexer.tree import PlainRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
 from kvatlas.schemas.ids import Tier
+
+_Held = dict[int, int]
+_Tiers = tuple[_Held, _Held, _Held, _Held, _Held]
 
 
 class ReferenceIndex:
@@ -102,6 +108,17 @@ class ReferenceIndex:
                 for key in tiers[tier]:
                     slots.setdefault(key, set()).add((instance, tier))
         return radix_view(PlainRuns(self._parents(), slots), depth, width)
+
+    def export(self) -> dict[str, memoryview]:
+        return {"reference.held": memoryview(msgspec.msgpack.encode(self._held))}
+
+    def restore(self, parts: Parts) -> None:
+        kept = bytes_of(parts, "reference.held")
+        try:
+            held = msgspec.msgpack.decode(kept, type=dict[int, _Tiers])
+        except msgspec.DecodeError as error:
+            raise InvalidSnapshot(f"part reference.held: {error}") from error
+        self._held = {instance: list(tiers) for instance, tiers in held.items()}
 
     def _parents(self) -> dict[int, int]:
         parents: dict[int, int] = {}

@@ -4,23 +4,31 @@ Called by IndexState alone, which has settled epoch and sequence before. An inst
 number is one that the index had no room for: its events pass without effect.
 """
 
-from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter
+from collections.abc import Iterable
 
 import numpy as np
+from msgspec import Struct
 
 from kvatlas.indexer.index import PrefixIndex, TreeNode
 from kvatlas.indexer.instances import Instance, OpenInventory
+from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, TreeRun
-from kvatlas.schemas.digest import BLOCK_HASH_BYTES, TierDigest
+from kvatlas.indexer.snapshot import Exportable, Parts
+from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import WorkerInfo
-from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Inventory
 
 NOTHING = TierDigest()
-_name, _trust = attrgetter("id"), attrgetter("trust")
+
+
+class ResidencyTables(Struct):
+    """What is kept of a Residency beside the index; see its fields."""
+
+    excluded: set[InstanceId]
+    ending_at_points: set[InstanceId]
+    num_inventories: int
+    num_dropped_inventories: int
 
 
 class Residency:
@@ -28,12 +36,7 @@ class Residency:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        #: number in the index -> its instance; each has this number
-        self._by_number: dict[int, Instance] = {}
-        #: instances whose blocks count for nothing in a match, while they have a place
-        self.excluded: set[InstanceId] = set()
-        #: instances whose matches end at reuse points, while they have a place
-        self._ending_at_points: set[InstanceId] = set()
+        self._named = NamedIndex(index)
         self.num_inventories = 0
         #: sets of parts that were interrupted, out of date or too large
         self.num_dropped_inventories = 0
@@ -41,24 +44,32 @@ class Residency:
     def admit(self, instance: Instance) -> None:
         """Give the instance an empty place; raises IndexFull."""
         instance.number = self._index.add_instance()
-        self._by_number[instance.number] = instance
+        self._named.by_number[instance.number] = instance
 
     def release(self, instance: Instance) -> None:
         """Forget all that the instance holds, at once."""
-        self.excluded.discard(instance.id)
-        self._ending_at_points.discard(instance.id)
+        self._named.excluded.discard(instance.id)
+        self._named.ending_at_points.discard(instance.id)
         if instance.number is not None:
             self._index.forget_instance(instance.number)
-            del self._by_number[instance.number]
+            del self._named.by_number[instance.number]
             instance.number = None
+
+    def exclude(self, instance: Instance) -> None:
+        """Let the instance's blocks count for nothing in a match, while it has a place."""
+        self._named.excluded.add(instance.id)
+
+    def places(self) -> list[Place]:
+        """Return whose numbers are given out."""
+        return self._named.places()
 
     def introduce(self, instance: Instance, info: WorkerInfo) -> None:
         """Learn how the instance describes itself."""
         instance.info = info
         if info.ends_at_reuse_points:
-            self._ending_at_points.add(instance.id)
+            self._named.ending_at_points.add(instance.id)
         else:
-            self._ending_at_points.discard(instance.id)
+            self._named.ending_at_points.discard(instance.id)
 
     # --- events; all raise IndexFull ----------------------------------------------------------
 
@@ -126,23 +137,11 @@ class Residency:
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         """Return the matches of a chain, but for excluded instances."""
-        matches = self._index.match(chain)
-        if not matches:
-            return []
-        numbers, num_blocks, by_tier = zip(*matches, strict=True)
-        found = [self._by_number[number] for number in numbers]
-        fields = zip(map(_name, found), map(_trust, found), num_blocks, by_tier, strict=True)
-        # what InstanceMatch(...) does, without a Python call per match
-        named = list(map(tuple.__new__, repeat(InstanceMatch), fields))
-        if self._ending_at_points:
-            named = self._up_to_reuse_points(chain, numbers, named)
-        if self.excluded:
-            return [match for match in named if match.instance not in self.excluded]
-        return named
+        return self._named.match(chain)
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         """Return who holds a block, and where."""
-        return [(self._by_number[n].id, tier) for n, tier in self._index.holders(block_hash)]
+        return self._named.holders(block_hash)
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
         """Return the radix view with instances by name."""
@@ -156,38 +155,30 @@ class Residency:
         """Return the bytes that the index takes."""
         return self._index.memory_bytes()
 
-    # --- reuse points ----------------------------------------------------------------------------
+    # --- snapshots ----------------------------------------------------------------------------
 
-    def _up_to_reuse_points(
-        self, chain: bytes, numbers: Sequence[int], matches: list[InstanceMatch]
-    ) -> list[InstanceMatch]:
-        """Cut each match of an instance that reuses up to a reuse point only (ADR-0006).
+    def export(self) -> tuple[ResidencyTables, dict[str, memoryview]]:
+        """Return what `restore` needs beside the instances. O(index)."""
+        tables = ResidencyTables(
+            excluded=self._named.excluded,
+            ending_at_points=self._named.ending_at_points,
+            num_inventories=self.num_inventories,
+            num_dropped_inventories=self.num_dropped_inventories,
+        )
+        return tables, self._exportable().export()
 
-        O(blocks behind the last point) for all of them together, and a match per length left.
-        """
-        holders: dict[int, set[int]] = {}
-        cut: dict[int, dict[int, tuple[int, int, int, int, int]]] = {}
-        kept = []
-        for number, match in zip(numbers, matches, strict=True):
-            if match.instance not in self._ending_at_points:
-                kept.append(match)
-                continue
-            end = match.num_blocks
-            while end and number not in self._ending_with(chain, end, holders):
-                end -= 1
-            if end:
-                if end not in cut:
-                    shorter = self._index.match(chain[: end * BLOCK_HASH_BYTES])
-                    cut[end] = {found.instance: found.by_tier for found in shorter}
-                kept.append(match._replace(num_blocks=end, by_tier=cut[end][number]))
-        return kept
+    def restore(self, tables: ResidencyTables, parts: Parts, instances: Iterable[Instance]) -> None:
+        """Hold what was exported, for instances as they were. Raises InvalidSnapshot, IndexFull."""
+        self._exportable().restore(parts)
+        named = self._named
+        named.by_number = {each.number: each for each in instances if each.number is not None}
+        named.excluded, named.ending_at_points = tables.excluded, tables.ending_at_points
+        self.num_inventories = tables.num_inventories
+        self.num_dropped_inventories = tables.num_dropped_inventories
 
-    def _ending_with(self, chain: bytes, end: int, holders: dict[int, set[int]]) -> set[int]:
-        """Return who can end reuse after so many blocks; `holders` remembers."""
-        if end not in holders:
-            point = reuse_point(chain[(end - 1) * BLOCK_HASH_BYTES : end * BLOCK_HASH_BYTES])
-            holders[end] = {number for number, _ in self._index.holders(point)}
-        return holders[end]
+    def _exportable(self) -> Exportable:
+        assert isinstance(self._index, Exportable)
+        return self._index
 
     # --- below --------------------------------------------------------------------------------
 
@@ -214,7 +205,7 @@ class Residency:
             hash_key=node.hash_key,
             depth=node.depth,
             num_blocks=node.num_blocks,
-            holders=tuple(self._by_number[number].id for number in node.holders),
+            holders=tuple(self._named.by_number[number].id for number in node.holders),
             num_pairs=node.num_pairs,
             num_children=node.num_children,
             children=tuple(self._run(child) for child in node.children),

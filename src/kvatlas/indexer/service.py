@@ -2,6 +2,7 @@
 
     KV_EVENTS --follow--> stimulus_of --> IndexState.handle --> effects: records, inventories, logs
     leases ----watch----> LeaseExpired ----^
+    newest snapshot, then the log from where it ends; a snapshot from time to time (ADR-0008)
 
 Decides nothing about blocks. Any number of replicas run beside each other, each on its own.
 """
@@ -11,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Self
 
 from msgspec import Struct
@@ -25,6 +27,17 @@ from kvatlas.indexer.lapses import LeaseLapses
 from kvatlas.indexer.live import LiveIndex
 from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.reports import EffectLog
+from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.shared.publication import IndexPublication, Pulse
+from kvatlas.indexer.snapshot_format import About, Anchor
+from kvatlas.indexer.snapshot_loading import Loaded, load_newest
+from kvatlas.indexer.snapshot_writing import (
+    SNAPSHOTS_BUCKET,
+    Cut,
+    SnapshotSettings,
+    SnapshotStatus,
+    SnapshotWriter,
+)
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import (
     Effect,
@@ -83,6 +96,9 @@ class IndexService:
     before `is_ready` everybody is `catching_up`, and while the broker is away the answers grow
     old, which `lag` tells. Entering raises StreamRefused where there is no log and BusUnavailable;
     afterwards no message and no outage stops the service.
+
+    With `snapshots` it starts from the newest one that can be used, and takes part in writing them;
+    `loaded` is the one it started from.
     """
 
     def __init__(
@@ -92,11 +108,15 @@ class IndexService:
         *,
         name: str = "indexer",
         settings: ServiceSettings | None = None,
+        snapshots: SnapshotSettings | None = None,
+        shared: SharedArrays | None = None,
     ) -> None:
         self._bus, self.state, self._name = bus, state, name
         self._settings = settings or ServiceSettings()
         self._live = LiveIndex(state)
         self.index: IndexReader = self._live
+        self._publication = shared and IndexPublication(shared, self._live, state)
+        self._window: AbstractContextManager[object] = self._publication or nullcontext()
         self._log = EffectLog(_logger)
         self.inventories = InventoryRequests(
             bus,
@@ -124,6 +144,12 @@ class IndexService:
         self._heard_at = time.monotonic()
         #: broker's time of the newest message, and when it came by our monotonic clock
         self._newest_ns, self._newest_at = 0, 0.0
+        #: the newest message of the log, or where the snapshot was taken before there is one
+        self._newest: Message | Anchor | None = None
+        self.loaded: Loaded | None = None
+        self._writer: SnapshotWriter | None = None
+        if snapshots is not None:
+            self._writer = SnapshotWriter(bus, snapshots, name, self._cut, self._cut_sequence)
         #: publish to fold in ns, of the latest live messages
         self._delays_ns: deque[int] = deque(maxlen=4096)
         #: at most one for each epoch of an instance: the fold proposes an expiry once
@@ -137,8 +163,11 @@ class IndexService:
             self._heard_at = time.monotonic()
             leases = self._bus.keys(LEASES_BUCKET)
             self._subscriptions.append(await watch_leases(leases, self._lapses.take))
+            if self._writer is not None:
+                await self._start_from_snapshot()
+            first = self.state.stream_sequence + 1
             self._subscriptions.append(
-                await self._bus.follow(KV_EVENTS, 1, self._on_message, self._on_hole)
+                await self._bus.follow(KV_EVENTS, first, self._on_message, self._on_hole)
             )
         except BaseException:
             await self._close()
@@ -146,6 +175,8 @@ class IndexService:
         self._check_ready()
         for part in (self._poll(), self._publish_records(), self.inventories.run()):
             self._start(part)
+        if self._writer is not None:
+            self._start(self._writer.run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -158,6 +189,8 @@ class IndexService:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._publication:
+            self._publication.end()
 
     # --- what others ask ----------------------------------------------------------------------
 
@@ -194,10 +227,58 @@ class IndexService:
             for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
         }
 
+    @property
+    def snapshots(self) -> SnapshotStatus | None:
+        """What is known of snapshots; None where they are not asked for."""
+        return None if self._writer is None else self._writer.status
+
+    # --- snapshots ----------------------------------------------------------------------------
+
+    async def _start_from_snapshot(self) -> None:
+        objects = self._bus.objects(SNAPSHOTS_BUCKET)
+        self.loaded = await load_newest(self._bus, objects, self.state, self._window)
+        if self.loaded is None:
+            _logger.info("no snapshot to start from: reading the whole log")
+            return
+        about, seconds = self.loaded.about, self.loaded.seconds
+        self._newest = about.anchor
+        if about.anchor is not None:
+            self._newest_ns, self._newest_at = about.anchor.broker_ns, time.monotonic()
+        _logger.info(
+            "snapshot %s of %s: %d blocks, %.1f MB, in %.2f s; %d messages to follow",
+            self.loaded.name,
+            about.writer,
+            about.num_blocks,
+            self.loaded.num_bytes / 1e6,
+            seconds,
+            self._target - about.stream_sequence,
+        )
+
+    def _cut_sequence(self) -> int:
+        return self.state.stream_sequence if self.is_ready else 0
+
+    def _cut(self) -> Cut | None:
+        """Copy the fold between two messages; while this runs nothing is folded in."""
+        if not self.is_ready:
+            return None
+        started = time.perf_counter()
+        parts = self.state.export()
+        newest = self._newest
+        about = About(
+            stream_sequence=self.state.stream_sequence,
+            anchor=Anchor.of(newest) if isinstance(newest, Message) else newest,
+            state_digest=self.state.state_digest(),
+            num_blocks=self.state.stats().num_blocks,
+            taken_ns=time.time_ns(),
+            writer=self._name,
+        )
+        return Cut(about, parts, time.perf_counter() - started)
+
     # --- the log ------------------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
         self._handle(stimulus_of(message))
+        self._newest = message
         self._newest_ns, self._newest_at = message.broker_ns, time.monotonic()
         if self.is_ready:
             self._delays_ns.append(time.time_ns() - message.broker_ns)
@@ -215,11 +296,14 @@ class IndexService:
         if not self.is_ready and self.state.stream_sequence >= self._target:
             self._ready.set()
             self._lay_trust()
+            self._pulse()
             for wanted in self.state.wanted_inventories():
                 self._execute(wanted)
 
     def _handle(self, stimulus: Stimulus) -> None:
-        for effect in self.state.handle(stimulus):
+        with self._window:
+            effects = self.state.handle(stimulus)
+        for effect in effects:
             self._execute(effect)
 
     def _execute(self, effect: Effect) -> None:
@@ -261,6 +345,14 @@ class IndexService:
             self._lay_trust()
             if self.is_ready:
                 self._expire_leases()
+            self._pulse()
+
+    def _pulse(self) -> None:
+        """Tell readers in other processes how we are doing."""
+        if self._publication:
+            connected, end = self._bus.connected, self._last_in_stream
+            delays_ms = self.convergence_ms()
+            self._publication.pulse(Pulse(self.is_ready, connected, end, self._heard_at, delays_ms))
 
     def _lay_trust(self) -> None:
         self._live.lay(not self.is_ready, self._silent() if self.is_ready else frozenset())

@@ -12,9 +12,10 @@ import xxhash
 from msgspec import Struct
 
 from kvatlas.events.codec import DecodedBatch
-from kvatlas.events.ordering import SequenceTracker, Verdict
+from kvatlas.events.ordering import SequenceTracker, Tracked, Verdict
 from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.instances import Damage, Instance
+from kvatlas.indexer.naming import Place
 from kvatlas.indexer.reader import (
     IndexReader,
     IndexStats,
@@ -22,8 +23,10 @@ from kvatlas.indexer.reader import (
     InstanceView,
     RejectedCount,
     TreeRun,
+    serving_views,
 )
-from kvatlas.indexer.residency import Residency
+from kvatlas.indexer.residency import Residency, ResidencyTables
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, bytes_of
 from kvatlas.indexer.stimuli import (
     BatchArrived,
     ControlArrived,
@@ -92,6 +95,18 @@ class _Counters(Struct):
     ignored_expiries: int = 0
     stream_holes: int = 0
     index_full: int = 0
+
+
+class _Tables(Struct):
+    """All that a fold knows beside the index."""
+
+    stream_sequence: int
+    instances: list[Instance]
+    gone: list[InstanceId]
+    order: list[Tracked]
+    residency: ResidencyTables
+    counters: _Counters
+    rejected: list[tuple[str, str, int]]
 
 
 class IndexState:
@@ -345,7 +360,7 @@ class IndexState:
                 self._order.begin(instance.id, record.epoch)
                 self._begin(instance, record.epoch)
             self._doubt(instance, Damage.quarantined, record.reason)
-            self._residency.excluded.add(instance.id)
+            self._residency.exclude(instance)
         instance.controls.add((record.kind, record.reason))
         if instance.trust is not trust:
             self._report_trust(instance, effects)
@@ -426,11 +441,7 @@ class IndexState:
     def serving(self, model: str) -> list[InstanceView]:
         if self._serving_version != self._fleet_version:
             self._serving_version = self._fleet_version
-            self._serving.clear()
-            for view in self.instances():
-                if view.info is not None:
-                    for served in {*view.info.models, *view.info.adapters}:
-                        self._serving.setdefault(served, []).append(view)
+            self._serving = serving_views(self.instances())
         return self._serving.get(model, [])
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
@@ -456,7 +467,51 @@ class IndexState:
         ]
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(content))
 
+    # --- snapshots ----------------------------------------------------------------------------
+
+    def export(self) -> dict[str, memoryview]:
+        """Return a copy of everything, which stands for exactly `stream_sequence`.
+
+        O(index), in one go: nothing is folded in meanwhile.
+        """
+        residency, parts = self._residency.export()
+        tables = _Tables(
+            stream_sequence=self._stream_sequence,
+            instances=list(self._instances.values()),
+            gone=list(self._gone),
+            order=self._order.export(),
+            residency=residency,
+            counters=self._counters,
+            rejected=[(*key, count) for key, count in self._rejected.items()],
+        )
+        return {"tables": memoryview(msgspec.msgpack.encode(tables)), **parts}
+
+    def restore(self, parts: Parts) -> None:
+        """Become what was exported; what is folded in next has the same effect as there.
+
+        Raises InvalidSnapshot or IndexFull, and then has changed nothing.
+        """
+        try:
+            tables = msgspec.msgpack.decode(bytes_of(parts, "tables"), type=_Tables)
+        except msgspec.DecodeError as error:
+            raise InvalidSnapshot(f"part tables: {error}") from error
+        for instance in tables.instances:
+            # whoever noticed has proposed the record; if it got lost, we have to propose it again
+            instance.is_expiring = False
+        self._residency.restore(tables.residency, parts, tables.instances)
+        self._stream_sequence = tables.stream_sequence
+        self._fleet_version += 1
+        self._order.restore(tables.order)
+        self._instances = {each.id: each for each in tables.instances}
+        self._gone = dict.fromkeys(tables.gone)
+        self._counters = tables.counters
+        self._rejected = {(worker, kind): count for worker, kind, count in tables.rejected}
+
     # --- what a live service asks; see service.py ----------------------------------------------
+
+    def places(self) -> list[Place]:
+        """Return who has which number in the index."""
+        return self._residency.places()
 
     def wants_inventory(self, instance: InstanceId) -> bool:
         """Say whether the instance still waits for an inventory."""

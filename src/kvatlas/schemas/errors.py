@@ -159,6 +159,10 @@ class NotFound(KvatlasError):
     """A name that nothing answers to."""
 
 
+class NotAnsweredHere(NotFound):
+    """Another process of the same role has the answer."""
+
+
 class UnknownModel(NotFound):
     """No worker serves the model."""
 
@@ -197,6 +201,10 @@ class Unavailable(KvatlasError):
 
 class BusUnavailable(Unavailable):
     """There is no broker, or it does not answer."""
+
+
+class IndexUnavailable(Unavailable):
+    """No index has been published for this process to read."""
 
 
 class RequestTimedOut(BusUnavailable):

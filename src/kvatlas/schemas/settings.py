@@ -75,6 +75,19 @@ class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     #: `flat` is numba over arrays; `reference` its plain-Python twin, many times slower and larger
     kernel: Annotated[str, Meta(pattern="^(flat|reference)$")] = "flat"
+    #: at most one snapshot in this time, by whichever replica; seldom makes a start read more of the
+    #: log. 0: this replica neither starts from snapshots nor takes any
+    snapshot_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 300.0
+    #: and only after so many messages of the log; few store the same again, many cost each start
+    #: some 10 us a message
+    snapshot_messages: Count = 10_000
+    #: of each some 40 bytes a block; one that is damaged costs nothing as long as there is another
+    snapshots_kept: Annotated[int, Meta(ge=1, le=1_000)] = 3
+    #: older ones go, except the newest; longer than the log lasts keeps what nobody can use
+    snapshots_kept_seconds: Positive = 24 * 3600.0
+    #: where an indexer shares the memory of its index, and where a router finds one to read; on
+    #: the same host, in memory (below /dev/shm). Empty: each has an index of its own
+    shared_folder: str = ""
 
 
 class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +100,8 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     #: 0 takes a free one
     port: Port = 8080
+    #: several routers of a host listen on the port, and each gets a part of its connections
+    is_port_shared: bool = False
     #: a name of router/policies
     policy: str = "predicted_ttft"
     #: larger requests are refused; it bounds the memory of each one under way
@@ -198,6 +213,12 @@ def load_settings(
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = _convert(key, item, known[key])
     return msgspec.convert(sections, Settings)
+
+
+def variable_of(key: str) -> str:
+    """Return the environment variable of a setting."""
+    section, _, name = key.partition(".")
+    return f"{ENVIRONMENT_PREFIX}{section}{ENVIRONMENT_SEPARATOR}{name}".upper()
 
 
 def settings_by_key() -> dict[str, Any]:

@@ -147,6 +147,6 @@ def validate(state: IndexState) -> None:
         position = state._order.position(name)
         assert position.epoch == instance.epoch
         assert instance.is_gone or position.seq == instance.seq
-        is_excluded = name in state._residency.excluded
+        is_excluded = name in state._residency._named.excluded
         assert is_excluded == (Damage.quarantined in instance.damages)
-    assert numbers == state._residency._by_number
+    assert numbers == state._residency._named.by_number

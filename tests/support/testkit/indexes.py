@@ -1,9 +1,10 @@
 """Indexes that tests compare."""
 
 from kvatlas.indexer import FlatRadixIndex
+from kvatlas.indexer.arrays import Arrays
 
 
-def tiny_index(max_instances: int = 1 << 16) -> FlatRadixIndex:
+def tiny_index(max_instances: int = 1 << 16, arrays: Arrays | None = None) -> FlatRadixIndex:
     """Return an index that has to grow and to sweep everything from the first blocks on."""
     return FlatRadixIndex(
         max_instances=max_instances,
@@ -12,4 +13,5 @@ def tiny_index(max_instances: int = 1 << 16) -> FlatRadixIndex:
         first_segments=2,
         set_rows=2,
         set_words=2,
+        arrays=arrays,
     )

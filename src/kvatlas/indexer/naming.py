@@ -1,0 +1,130 @@
+"""An index that knows numbers, asked by name: whose match is whose, and what counts of it.
+
+Trust, exclusion and reuse points belong to instances, not to blocks, so they are laid over the
+answers here, alike for who folds the log and for who reads another process's memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+from kvatlas.indexer.index import Match
+from kvatlas.indexer.reader import InstanceMatch
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.hashing import reuse_point
+from kvatlas.schemas.ids import InstanceId, Tier
+
+_name, _trust = attrgetter("id"), attrgetter("trust")
+
+
+class Matcher(Protocol):
+    """The part of a PrefixIndex that answers about blocks."""
+
+    def match(self, chain: bytes) -> list[Match]:
+        """See PrefixIndex."""
+        ...
+
+    def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:
+        """See PrefixIndex."""
+        ...
+
+
+class Named(Protocol):
+    """Who has a number."""
+
+    @property
+    def id(self) -> InstanceId: ...
+
+    @property
+    def trust(self) -> Trust: ...
+
+
+class Place(NamedTuple):
+    """An instance's number in the index, and how its matches are to be read."""
+
+    number: int
+    instance: InstanceId
+    is_excluded: bool
+    ends_at_reuse_points: bool
+
+
+class NamedIndex:
+    """Answers of an index with names; whoever owns it keeps the three tables."""
+
+    def __init__(self, index: Matcher) -> None:
+        self._index = index
+        #: number in the index -> its instance
+        self.by_number: dict[int, Named] = {}
+        #: instances whose blocks count for nothing in a match, while they have a place
+        self.excluded: set[InstanceId] = set()
+        #: instances whose matches end at reuse points, while they have a place
+        self.ending_at_points: set[InstanceId] = set()
+
+    def places(self) -> list[Place]:
+        """Return the tables in one."""
+        return [
+            Place(number, each.id, each.id in self.excluded, each.id in self.ending_at_points)
+            for number, each in self.by_number.items()
+        ]
+
+    def take_places(self, places: Sequence[Place], named: Iterable[Named]) -> None:
+        """Replace the tables by those of another process; `named` has everybody in `places`."""
+        by_name = {each.id: each for each in named}
+        self.by_number = {place.number: by_name[place.instance] for place in places}
+        self.excluded = {place.instance for place in places if place.is_excluded}
+        self.ending_at_points = {place.instance for place in places if place.ends_at_reuse_points}
+
+    def match(self, chain: bytes) -> list[InstanceMatch]:
+        """Return the matches of a chain, but for excluded instances."""
+        matches = self._index.match(chain)
+        if not matches:
+            return []
+        numbers, num_blocks, by_tier = zip(*matches, strict=True)
+        found = [self.by_number[number] for number in numbers]
+        fields = zip(map(_name, found), map(_trust, found), num_blocks, by_tier, strict=True)
+        # what InstanceMatch(...) does, without a Python call per match
+        named = list(map(tuple.__new__, repeat(InstanceMatch), fields))
+        if self.ending_at_points:
+            named = self._up_to_reuse_points(chain, numbers, named)
+        if self.excluded:
+            return [match for match in named if match.instance not in self.excluded]
+        return named
+
+    def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
+        """Return who holds a block, and where."""
+        return [(self.by_number[n].id, tier) for n, tier in self._index.holders(block_hash)]
+
+    # --- reuse points ----------------------------------------------------------------------------
+
+    def _up_to_reuse_points(
+        self, chain: bytes, numbers: Sequence[int], matches: list[InstanceMatch]
+    ) -> list[InstanceMatch]:
+        """Cut each match of an instance that reuses up to a reuse point only (ADR-0006).
+
+        O(blocks behind the last point) for all of them together, and a match per length left.
+        """
+        holders: dict[int, set[int]] = {}
+        cut: dict[int, dict[int, tuple[int, int, int, int, int]]] = {}
+        kept = []
+        for number, match in zip(numbers, matches, strict=True):
+            if match.instance not in self.ending_at_points:
+                kept.append(match)
+                continue
+            end = match.num_blocks
+            while end and number not in self._ending_with(chain, end, holders):
+                end -= 1
+            if end:
+                if end not in cut:
+                    shorter = self._index.match(chain[: end * BLOCK_HASH_BYTES])
+                    cut[end] = {found.instance: found.by_tier for found in shorter}
+                kept.append(match._replace(num_blocks=end, by_tier=cut[end][number]))
+        return kept
+
+    def _ending_with(self, chain: bytes, end: int, holders: dict[int, set[int]]) -> set[int]:
+        """Return who can end reuse after so many blocks; `holders` remembers."""
+        if end not in holders:
+            point = reuse_point(chain[(end - 1) * BLOCK_HASH_BYTES : end * BLOCK_HASH_BYTES])
+            holders[end] = {number for number, _ in self._index.holders(point)}
+        return holders[end]

@@ -1,0 +1,62 @@
+"""The index as a reader of its memory asks it: matches and holders, of whatever is there now."""
+
+from collections.abc import Iterator
+from itertools import repeat
+
+import numpy as np
+
+from kvatlas.indexer import kernel
+from kvatlas.indexer.arrays import ReadArrays
+from kvatlas.indexer.index import Match, check_hash, check_packed
+from kvatlas.indexer.shared import header as h
+from kvatlas.schemas.digest import index_key
+from kvatlas.schemas.ids import Tier
+
+_U64 = np.dtype(np.uint64)
+
+
+class AttachedIndex:
+    """Answers from arrays that somebody else writes to; whoever asks validates the answer."""
+
+    def __init__(self) -> None:
+        kernel.warm()
+        self._state = np.zeros(kernel.NUM_STATES, np.uint64)
+        self._arrays: ReadArrays | None = None
+
+    def take(self, header: np.ndarray[tuple[int], np.dtype[np.uint64]], arrays: ReadArrays) -> None:
+        """Ask these arrays from now on."""
+        self._arrays = arrays
+        self._state[kernel.MULTIPLIER] = header[h.MULTIPLIER]
+        self._state[kernel.DIRECTORY_SHIFT] = header[h.DIRECTORY_SHIFT]
+        self._state[kernel.SEGMENT_BITS] = header[h.SEGMENT_BITS]
+
+    def match(self, chain: bytes) -> list[Match]:
+        """See PrefixIndex."""
+        check_packed(chain)
+        if self._arrays is None:
+            return []
+        columns = kernel.match(np.frombuffer(chain, _U64), *self._arrays, self._state)
+        instances, num_blocks, *by_tier = columns.tolist()
+        fields = zip(instances, num_blocks, zip(*by_tier, strict=True), strict=True)
+        return list(map(tuple.__new__, repeat(Match), fields))
+
+    def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:
+        """See PrefixIndex."""
+        check_hash(block_hash)
+        return list(self._slots(block_hash))
+
+    def _slots(self, block_hash: bytes) -> Iterator[tuple[int, Tier]]:
+        if self._arrays is None:
+            return
+        cells, directory, rows, words, masks = self._arrays
+        row = int(kernel.row_of(index_key(block_hash), cells, directory, self._state))
+        if row >= len(rows):
+            return
+        start, length = rows[row, : kernel.BLOCKS].tolist()
+        for word in words[start : start + length].tolist():
+            group = word >> int(kernel.GROUP_SHIFT)
+            live = word & int(masks[group]) if group < len(masks) else 0
+            for byte in range(kernel.GROUP):
+                for tier in Tier:
+                    if live >> (8 * byte + tier) & 1:
+                        yield group * kernel.GROUP + byte, tier

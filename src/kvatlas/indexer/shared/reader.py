@@ -1,0 +1,303 @@
+"""The reader's side: an IndexReader over memory that another process writes to.
+
+    version --> follow header, arrays, fleet --> ask --> same version? answer : again
+
+A writer that is silent leaves its last state: answers go on, their trust is `stale`, and the age of
+the index grows. One that died in the middle of a change leaves nothing to rely on: nobody holds
+anything until a writer is back. A new writer in the same folder is found by the next question.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.indexer import fence_kernel
+from kvatlas.indexer.instances import Instance
+from kvatlas.indexer.live import LiveIndex
+from kvatlas.indexer.naming import NamedIndex
+from kvatlas.indexer.reader import (
+    IndexStats,
+    InstanceMatch,
+    InstanceView,
+    TreeRun,
+    serving_views,
+)
+from kvatlas.indexer.service import Lag
+from kvatlas.indexer.shared import header as h
+from kvatlas.indexer.shared.arrays import MappedArrays
+from kvatlas.indexer.shared.attached import AttachedIndex
+from kvatlas.indexer.shared.publication import PublishedFleet
+from kvatlas.schemas.errors import IndexUnavailable, NotAnsweredHere
+from kvatlas.schemas.ids import InstanceId, Tier
+
+T = TypeVar("T")
+
+#: a writer that is silent for longer is taken for dead
+LOST_SECONDS = 3.0
+#: attempts before the writer is asked to wait
+PATIENT_ATTEMPTS = 3
+#: how long the writer is asked to wait, again at each further attempt
+PAUSE_NS = 2_000_000
+#: no change takes longer; beyond it the writer died in one
+MAX_WINDOW_SECONDS = 10.0
+RETRY_SECONDS = 20e-6
+
+
+class AttachedState:
+    """An IndexReader of the state that a writer publishes in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._header = np.zeros(fence_kernel.HEADER_WORDS, np.uint64)
+        self._file = 0
+        self._arrays = MappedArrays(folder)
+        self._attached = AttachedIndex()
+        self._named = NamedIndex(self._attached)
+        self._decode = msgspec.msgpack.Decoder(PublishedFleet).decode
+        self._fleet: PublishedFleet | None = None
+        self._fleet_generation = 0
+        self._layout = b""
+        self._views: dict[InstanceId, InstanceView] = {}
+        self._serving: dict[str, list[InstanceView]] = {}
+        #: writers so far; their versions of the fleet begin anew
+        self._num_writers = 0
+        self._pause = fence_kernel.FIRST_PAUSE + os.getpid() % 16
+        #: answers that had to be asked for again
+        self.num_retries = 0
+        self._find_writer()
+
+    # --- how the writer is doing ---------------------------------------------------------------
+
+    @property
+    def header(self) -> NDArray[np.uint64]:
+        """The shared page; zero before there is a writer."""
+        return self._header
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody writes any more: dead, ended, or never there."""
+        if self._is_silent():
+            self._find_writer()
+            return self._is_silent()
+        return False
+
+    def _is_silent(self) -> bool:
+        silent_ns = time.monotonic_ns() - int(self._header[h.PULSE_NS])
+        return silent_ns > LOST_SECONDS * 1e9 or bool(self._header[h.IS_ENDED])
+
+    @property
+    def stream_sequence(self) -> int:
+        return int(self._header[h.STREAM_SEQUENCE])
+
+    @property
+    def fleet_version(self) -> int:
+        return (self._num_writers << 40) + int(self._header[h.FLEET_VERSION])
+
+    # --- answers: see IndexReader --------------------------------------------------------------
+
+    def match(self, chain: bytes) -> list[InstanceMatch]:
+        return self._consistently(lambda: self._named.match(chain), [])
+
+    def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
+        return self._consistently(lambda: self._named.holders(block_hash), [])
+
+    def instances(self) -> list[InstanceView]:
+        return self._consistently(lambda: list(self._views.values()), [])
+
+    def instance(self, instance: InstanceId) -> InstanceView | None:
+        return self._consistently(lambda: self._views.get(instance), None)
+
+    def serving(self, model: str) -> list[InstanceView]:
+        return self._consistently(lambda: self._serving.get(model, []), [])
+
+    def tree(self, depth: int, width: int) -> list[TreeRun]:
+        raise NotAnsweredHere("the radix tree: ask the index that this router reads")
+
+    def stats(self) -> IndexStats:
+        return self._published().stats
+
+    def state_digest(self) -> str:
+        return self._published().state_digest
+
+    def convergence_ms(self) -> dict[str, float]:
+        """Return what the writer last measured."""
+        return {} if self._fleet is None else self._fleet.convergence_ms
+
+    def _published(self) -> PublishedFleet:
+        found = self._consistently(lambda: self._fleet, None)
+        if found is None:
+            raise IndexUnavailable("no index has been published yet")
+        return found
+
+    # --- consistency -----------------------------------------------------------------------------
+
+    def _consistently(self, ask: Callable[[], T], nothing: T) -> T:
+        """Return what `ask` says of one state of the index; `nothing` where there is no state."""
+        if self.is_lost and self._header[fence_kernel.VERSION] & np.uint64(1):
+            return nothing
+        attempts, give_up_at = 0, 0.0
+        try:
+            while True:
+                answered, answer = self._try(ask, nothing)
+                if answered:
+                    return answer
+                attempts += 1
+                self.num_retries += 1
+                if attempts == 1:
+                    give_up_at = time.monotonic() + MAX_WINDOW_SECONDS
+                elif time.monotonic() > give_up_at:
+                    return nothing
+                if attempts >= PATIENT_ATTEMPTS:
+                    self._header[self._pause] = time.monotonic_ns() + PAUSE_NS
+                time.sleep(RETRY_SECONDS)
+        finally:
+            if attempts >= PATIENT_ATTEMPTS:
+                self._header[self._pause] = 0
+
+    def _try(self, ask: Callable[[], T], nothing: T) -> tuple[bool, T]:
+        """Ask once; return whether nobody wrote meanwhile, and the answer."""
+        header = self._header
+        version = fence_kernel.version_before(header)
+        if version & np.uint64(1):
+            return False, nothing
+        try:
+            if not self._follow():
+                return bool(fence_kernel.is_unchanged(header, version)), nothing
+            answer = ask()
+        except (FileNotFoundError, KeyError, IndexError, ValueError, msgspec.DecodeError):
+            # half of a change: files that are gone, numbers that stand for nobody
+            if fence_kernel.is_unchanged(header, version):
+                raise
+            return False, nothing
+        return bool(fence_kernel.is_unchanged(header, version)), answer
+
+    def _follow(self) -> bool:
+        """Bring arrays and fleet up to the header; return whether there is a fleet to speak of."""
+        header = self._header
+        layout = header[h.MULTIPLIER : h.FIRST_ARRAY + 2 * len(h.ARRAYS)].tobytes()
+        if not header[h.IS_READY]:
+            return False
+        if layout != self._layout:
+            self._attached.take(header, self._arrays.follow(header))
+            self._layout = layout
+        generation = int(header[h.FLEET_GENERATION])
+        if generation != self._fleet_generation:
+            token = int(header[h.TOKEN])
+            content = (self._folder / f"{token:016x}.fleet.{generation}").read_bytes()
+            self._take_fleet(self._decode(content[: int(header[h.FLEET_BYTES])]))
+            self._fleet_generation = generation
+        return self._fleet is not None
+
+    def _take_fleet(self, fleet: PublishedFleet) -> None:
+        self._fleet = fleet
+        self._views = {view.instance: view for view in fleet.views}
+        self._serving = serving_views(fleet.views)
+        named = (Instance(view.instance, trust=view.trust) for view in fleet.views)
+        self._named.take_places(fleet.places, named)
+
+    def _find_writer(self) -> None:
+        """Attach to the folder's writer if it is another one than before."""
+        with contextlib.suppress(OSError):
+            if (self._folder / h.FILE).stat().st_ino == self._file:
+                return
+            found = h.open_header(self._folder / h.FILE)
+            if found is None:
+                return
+            self._header, self._file = found
+            self._num_writers += 1
+            self._fleet, self._fleet_generation, self._layout = None, 0, b""
+
+
+class SharedIndexReader:
+    """The index and the feed of a router that reads another process's index.
+
+    See IndexReader and IndexFeed. Each answer stands on one state of the index; two answers may
+    stand on different ones. Nobody is listed before a writer has caught up with the log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._state = AttachedState(folder)
+        self._live = LiveIndex(self._state)
+        #: of the fleet that trust was laid over, and whether its writer was lost
+        self._laid: tuple[int, bool] | None = None
+
+    @property
+    def num_retries(self) -> int:
+        """Answers that had to be asked for again, because somebody wrote meanwhile."""
+        return self._state.num_retries
+
+    # --- feed ---------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a writer has caught up; stays so when it dies."""
+        return not (self._state.is_lost and self._state.fleet_version == 0) and bool(
+            self._state.header[h.IS_READY]
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Whether the writer is alive and has its broker."""
+        return not self._state.is_lost and bool(self._state.header[h.IS_CONNECTED])
+
+    @property
+    def lag(self) -> Lag:
+        """How old answers may be; grows without end when the writer is dead."""
+        header = self._state.header
+        behind = int(header[h.LAST_IN_STREAM]) - int(header[h.STREAM_SEQUENCE])
+        heard_at = int(header[h.HEARD_AT_NS]) / 1e9
+        return Lag(max(behind, 0), time.monotonic() - heard_at)
+
+    def convergence_ms(self) -> dict[str, float]:
+        """Return what the writer last measured."""
+        return self._state.convergence_ms()
+
+    # --- index --------------------------------------------------------------------------------
+
+    @property
+    def stream_sequence(self) -> int:
+        return self._state.stream_sequence
+
+    @property
+    def fleet_version(self) -> int:
+        return self._now().fleet_version
+
+    def match(self, chain: bytes) -> list[InstanceMatch]:
+        return self._now().match(chain)
+
+    def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
+        return self._now().holders(block_hash)
+
+    def instances(self) -> list[InstanceView]:
+        return self._now().instances()
+
+    def instance(self, instance: InstanceId) -> InstanceView | None:
+        return self._now().instance(instance)
+
+    def serving(self, model: str) -> list[InstanceView]:
+        return self._now().serving(model)
+
+    def tree(self, depth: int, width: int) -> list[TreeRun]:
+        return self._now().tree(depth, width)
+
+    def stats(self) -> IndexStats:
+        return self._now().stats()
+
+    def state_digest(self) -> str:
+        return self._now().state_digest()
+
+    def _now(self) -> LiveIndex:
+        """Return the index with the trust that it deserves now."""
+        present = self._state.fleet_version, self._state.is_lost
+        if present != self._laid:
+            self._laid = present
+            silent = frozenset(view.instance for view in self._state.instances())
+            self._live.lay(False, silent if present[1] else frozenset())
+        return self._live

@@ -1,0 +1,120 @@
+"""The parts of a FlatRadixIndex, checked before a kernel walks them.
+
+Kernels check no bounds. A part that passed its checksum is what an index wrote; the checks here
+keep one that another version or a wrong writer made from leading a kernel out of its arrays.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from kvatlas.indexer import kernel
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, array_of, bytes_of
+from kvatlas.schemas.ids import NUM_TIERS
+
+#: start, length, blocks and hash of a set; how sets are found is made anew
+NUM_SET_COLUMNS = kernel.HEAD
+
+
+class FlatNumbers(Struct, frozen=True):
+    """The instance numbers of the index: each is in exactly one of the lists."""
+
+    num_numbers: int
+    live: list[int]
+    forgotten: list[int]
+    #: the last one is given out next
+    free: list[int]
+
+
+class FlatParts(NamedTuple):
+    """The arrays as read-only views of the parts."""
+
+    numbers: FlatNumbers
+    state: NDArray[np.uint64]
+    masks: NDArray[np.uint64]
+    digests: NDArray[np.uint64]
+    directory: NDArray[np.uint32]
+    segments: NDArray[np.uint32]
+    rows: NDArray[np.uint64]
+    words: NDArray[np.uint64]
+    cells: NDArray[np.uint32]
+
+    @property
+    def segment_cells(self) -> int:
+        """Cells of a segment."""
+        return 1 << int(self.state[kernel.SEGMENT_BITS])
+
+
+def read_flat(parts: Parts) -> FlatParts:
+    """Return the parts of an index; raises InvalidSnapshot."""
+    numbers = _numbers(parts)
+    state = _u64(parts, "flat.state", kernel.NUM_STATES)
+    bits, shift = int(state[kernel.SEGMENT_BITS]), int(state[kernel.DIRECTORY_SHIFT])
+    if not (2 <= bits <= 32 and 32 <= shift <= 63):
+        raise InvalidSnapshot(f"segments of 2**{bits} cells, directory of 2**{64 - shift}")
+    masks = _u64(parts, "flat.masks", -1)
+    num_segments = int(state[kernel.NUM_SEGMENTS])
+    found = FlatParts(
+        numbers=numbers,
+        state=state,
+        masks=masks,
+        digests=_u64(parts, "flat.digests", len(masks) * kernel.GROUP, NUM_TIERS, 2),
+        directory=_u32(parts, "flat.directory", 1 << (64 - shift)),
+        segments=_u32(parts, "flat.segments", num_segments, 2),
+        rows=_u64(parts, "flat.rows", int(state[kernel.NUM_ROWS]), NUM_SET_COLUMNS),
+        words=_u64(parts, "flat.words", int(state[kernel.NUM_WORDS])),
+        cells=_u32(parts, "flat.cells", num_segments << bits, kernel.NUM_HALVES),
+    )
+    _check(found)
+    return found
+
+
+def _check(found: FlatParts) -> None:
+    state, words = found.state, found.words
+    num_rows, num_words = len(found.rows), len(words)
+    in_use = found.rows[found.rows[:, kernel.BLOCKS] > 0]
+    start, length = in_use[:, kernel.START], in_use[:, kernel.LENGTH]
+    cell_rows = np.ascontiguousarray(found.cells[:, kernel.ROW])
+    held = np.count_nonzero(cell_rows.reshape(-1, found.segment_cells), axis=1)
+    rules = {
+        "blocks name rows": _largest(cell_rows) < num_rows,
+        "rows name words": _largest(start) <= num_words
+        and _largest(length) <= num_words
+        and _largest(start + length) <= num_words,
+        "words name groups": _largest(words >> kernel.GROUP_SHIFT) < len(found.masks),
+        "the directory names segments": _largest(found.directory) < len(found.cells)
+        and not (found.directory & np.uint32(found.segment_cells - 1)).any(),
+        "segments count their blocks": np.array_equal(held, found.segments[:, kernel.HELD])
+        and int(held.sum()) == int(state[kernel.NUM_BLOCKS]),
+        "a quarter of a segment is free": 4 * _largest(held) <= 3 * found.segment_cells,
+        "each number has a mask": found.numbers.num_numbers <= len(found.digests),
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise InvalidSnapshot(f"it does not hold that {broken[0]}")
+
+
+def _numbers(parts: Parts) -> FlatNumbers:
+    try:
+        numbers = msgspec.msgpack.decode(bytes_of(parts, "flat.numbers"), type=FlatNumbers)
+    except msgspec.DecodeError as error:
+        raise InvalidSnapshot(f"part flat.numbers: {error}") from error
+    every = [*numbers.live, *numbers.forgotten, *numbers.free]
+    if sorted(every) != list(range(numbers.num_numbers)):
+        raise InvalidSnapshot("part flat.numbers: a number is in no list, or in two")
+    return numbers
+
+
+def _largest(values: NDArray[np.generic]) -> int:
+    return int(values.max()) if values.size else 0
+
+
+def _u32(parts: Parts, name: str, *shape: int) -> NDArray[np.uint32]:
+    return array_of(parts, name, np.uint32, *shape).view(np.uint32)
+
+
+def _u64(parts: Parts, name: str, *shape: int) -> NDArray[np.uint64]:
+    return array_of(parts, name, np.uint64, *shape).view(np.uint64)

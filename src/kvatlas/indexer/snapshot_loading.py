@@ -1,0 +1,110 @@
+"""Starting from a snapshot: the newest one that is whole and of this log, or none.
+
+    entries, newest first --> header --> parts --> is it this log? --> IndexState.restore
+
+A snapshot that is of no use costs a line in the log and the time to find out, never the start.
+"""
+
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+from msgspec import Struct
+
+from kvatlas.events.bus import Bus
+from kvatlas.events.objects import ObjectEntry, ObjectStore
+from kvatlas.events.streams import KV_EVENTS
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts
+from kvatlas.indexer.snapshot_format import About, Anchor, SnapshotReader
+from kvatlas.indexer.snapshot_names import sequence_of
+from kvatlas.indexer.state import IndexState
+from kvatlas.schemas.errors import IndexFull, NotFound, StreamRefused, Unavailable
+
+_logger = logging.getLogger(__name__)
+
+
+class Loaded(Struct, frozen=True):
+    """The snapshot that an index has started from."""
+
+    name: str
+    about: About
+    num_bytes: int
+    seconds: float
+
+
+async def load_newest(
+    bus: Bus,
+    objects: ObjectStore,
+    state: IndexState,
+    window: AbstractContextManager[object] | None = None,
+) -> Loaded | None:
+    """Restore the newest snapshot that can be used; None, and nothing has changed, if none can.
+
+    `window` is entered while the index changes: others may be reading it. Raises BusUnavailable and
+    StreamRefused when the log itself cannot be looked at.
+    """
+    first, last = await bus.first_sequence(KV_EVENTS), await bus.last_sequence(KV_EVENTS)
+    try:
+        entries = await objects.entries()
+    except (Unavailable, StreamRefused) as error:
+        _logger.warning("snapshots cannot be listed, starting without one: %s", error)
+        return None
+    for entry in entries:
+        try:
+            started = time.perf_counter()
+            about, parts = await _read(bus, objects, entry, first, last)
+            with window or nullcontext():
+                _restore(state, about, parts)
+        except (InvalidSnapshot, IndexFull, NotFound, StreamRefused, Unavailable) as error:
+            _logger.warning("snapshot %s is of no use: %s", entry.name, error)
+        else:
+            return Loaded(entry.name, about, entry.num_bytes, time.perf_counter() - started)
+    return None
+
+
+async def _read(
+    bus: Bus, objects: ObjectStore, entry: ObjectEntry, first: int, last: int
+) -> tuple[About, Parts]:
+    """Return a snapshot that is whole and of this log."""
+
+    def accepts(about: About) -> None:
+        check_place(about.stream_sequence, first, last)
+
+    sequence = sequence_of(entry.name)
+    if sequence is not None:
+        check_place(sequence, first, last)
+    reader = SnapshotReader(entry.num_bytes, accepts)
+    await objects.get(entry.name, reader.take)
+    about, parts = reader.finish()
+    if about.anchor is not None and about.anchor.stream_sequence >= first:
+        await _check_anchor(bus, about.anchor)
+    return about, parts
+
+
+def _restore(state: IndexState, about: About, parts: Parts) -> None:
+    """Become what the parts say, if that is what the snapshot is about; else stay as it was."""
+    before = state.export()
+    try:
+        state.restore(parts)
+        if state.stream_sequence != about.stream_sequence:
+            raise InvalidSnapshot(f"its parts stand for sequence {state.stream_sequence}")
+        if state.state_digest() != about.state_digest:
+            raise InvalidSnapshot("its digest is another one")
+    except (InvalidSnapshot, IndexFull):
+        state.restore(before)
+        raise
+
+
+def check_place(sequence: int, first: int, last: int) -> None:
+    """Raise InvalidSnapshot unless the log, `first` to `last`, goes on from a sequence."""
+    if not first - 1 <= sequence <= last:
+        raise InvalidSnapshot(f"it stands for {sequence}, the log has {first} to {last}")
+
+
+async def _check_anchor(bus: Bus, anchor: Anchor) -> None:
+    """Raise InvalidSnapshot when the log has something else where the anchor was."""
+    at = anchor.stream_sequence
+    async for message in bus.read_range(KV_EVENTS, at, at):
+        if Anchor.of(message) == anchor:
+            return
+    raise InvalidSnapshot(f"it is of another log: message {at} is not the same")

@@ -1,0 +1,132 @@
+"""Routers as processes of their own beside one index, for `kvatlas serve --routers N`.
+
+    this process: broker, index, archive      child 1..N: a router that reads the index in memory
+                  folds the log                           and listens on the port that all share
+
+A router that ends is started again. All of them end with this process.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from kvatlas.http_server import bound_socket
+from kvatlas.schemas.errors import WorkerNotStarted
+from kvatlas.schemas.settings import Settings, load_settings, variable_of
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+RESTART_SECONDS = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def router_processes(
+    count: int, settings: Settings, nats_url: str, index_folder: Path
+) -> AsyncGenerator[str, None]:
+    """Run the routers while the block runs; yields their common URL once all of them listen.
+
+    Raises InvalidSetting for a port that cannot be had, and WorkerNotStarted.
+    """
+    host = settings.router.host
+    # never listens: it keeps the port while routers come and go
+    with bound_socket(host, settings.router.port, is_port_shared=True) as keeper:
+        port = keeper.getsockname()[1]
+        environment = _environment(settings, nats_url, index_folder, port)
+        routers = [_Router(environment) for _ in range(count)]
+        try:
+            await asyncio.gather(*(router.start() for router in routers))
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{port}"
+        finally:
+            await asyncio.gather(*(router.stop() for router in routers))
+
+
+class _Router:
+    """One router process, started again when it ends."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._process: Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when it listens. Raises WorkerNotStarted."""
+        await self._launch()
+        self._watch = asyncio.create_task(self._keep_up())
+
+    async def stop(self) -> None:
+        """End it for good."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait((self._watch,))
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            _logger.warning("router %d did not stop in %s s: killed", process.pid, STOP_SECONDS)
+            process.kill()
+            await process.wait()
+
+    async def _launch(self) -> None:
+        command = [sys.executable, "-P", "-m", "kvatlas", "router", "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--parent-pid", str(os.getpid()),
+            stdin=DEVNULL, stdout=PIPE, env=self._environment,
+        )  # fmt: skip
+        self._process = process
+        assert process.stdout
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+        except TimeoutError:
+            process.kill()
+            raise WorkerNotStarted(f"no router within {START_SECONDS} s") from None
+        if not line:
+            raise WorkerNotStarted(f"a router ended with status {await process.wait()}")
+
+    async def _keep_up(self) -> None:
+        while True:
+            assert self._process
+            status = await self._process.wait()
+            _logger.error("a router has ended with status %d and is started again", status)
+            await asyncio.sleep(RESTART_SECONDS)
+            with contextlib.suppress(WorkerNotStarted):
+                await self._launch()
+
+
+def _environment(
+    settings: Settings, nats_url: str, index_folder: Path, port: int
+) -> dict[str, str]:
+    """Return the environment of a router; a command line would show the fleet's key to all."""
+    found: dict[str, object] = {
+        f"{section}.{name}": value
+        for section in ("nats", "log", "fleet", "router")
+        for name, value in _changed(settings, section).items()
+    }
+    found |= {
+        "nats.url": nats_url,
+        "indexer.shared_folder": index_folder,
+        "router.port": port,
+        "router.is_port_shared": "true",
+    }
+    named = {variable_of(key): str(value) for key, value in found.items()}
+    return {**os.environ, **named}
+
+
+def _changed(settings: Settings, section: str) -> dict[str, object]:
+    """Return the settings of a section that are not the defaults."""
+    ours, defaults = getattr(settings, section), getattr(load_settings(environment={}), section)
+    return {
+        name: getattr(ours, name)
+        for name in ours.__struct_fields__
+        if getattr(ours, name) != getattr(defaults, name)
+    }

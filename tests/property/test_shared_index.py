@@ -1,0 +1,47 @@
+"""A reader of shared memory says what the writer's own index says, whatever happens."""
+
+import tempfile
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.events.bus import Message
+from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.shared.publication import IndexPublication, Pulse
+from kvatlas.indexer.shared.reader import SharedIndexReader
+from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.stimuli import stimulus_of
+from testkit.builders import hashes
+from testkit.histories import Step, histories, publish
+from testkit.indexes import tiny_index
+
+
+@given(histories, st.integers(1, 9))
+def test_a_reader_answers_what_the_writer_would(history: list[Step], first: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        arrays = SharedArrays(Path(name))
+        state = IndexState(tiny_index(arrays=arrays))
+        publication = IndexPublication(arrays, state, state)
+        reader = SharedIndexReader(Path(name))
+        publication.pulse(_pulse())
+        for at, (subject, payload) in enumerate(publish(history), 1):
+            message = Message(at, subject, payload, at)
+            with publication:
+                state.handle(stimulus_of(message))
+            chain = hashes(first, first + 1, first + 2)
+            assert reader.match(chain) == state.match(chain)
+            assert reader.holders(hashes(first)) == state.holders(hashes(first))
+            assert reader.stream_sequence == state.stream_sequence
+        publication.pulse(_pulse())
+        assert reader.instances() == state.instances()
+        assert reader.stats() == state.stats()
+        assert reader.state_digest() == state.state_digest()
+        assert reader.serving("model") == state.serving("model")
+        assert reader.num_retries == 0
+        arrays.close()
+
+
+def _pulse() -> Pulse:
+    return Pulse(True, True, 0, time.monotonic(), {})
