@@ -36,6 +36,7 @@ from kvatlas.indexer.warming import cache_folder, warm_kernels
 from kvatlas.router.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import IndexFeed, RouterService
+from kvatlas.router.siblings import Siblings, SiblingState
 from kvatlas.router_processes import router_processes
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.errors import (
@@ -305,8 +306,11 @@ async def _router(
             log=log,
             fleet_key=settings.fleet.key_bytes,
         )
-        async with server.serving(create_app(router)):
-            yield server.url
+        state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
+        async with Siblings(bus, state, router.log.find) as siblings:
+            router.say = siblings.say
+            async with server.serving(create_app(router, siblings=siblings)):
+                yield server.url
 
 
 @contextlib.asynccontextmanager

@@ -10,11 +10,17 @@ from kvatlas.events.bus import Bus
 from kvatlas.events.embedded import embedded_server
 from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats_fast_ingest import BUSY_MESSAGES
 
 Connect = Callable[[], Bus]
 
 
-@pytest.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.integration)])
+_NATS = [
+    pytest.param(name, marks=pytest.mark.integration) for name in ("nats", "nats always batching")
+]
+
+
+@pytest.fixture(params=["memory", *_NATS])
 async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     """Give a function that returns a new connection, to be entered, to one fresh broker."""
     async with AsyncExitStack() as stack:
@@ -23,7 +29,8 @@ async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
             yield broker.connect
         else:
             server = await stack.enter_async_context(embedded_server(tmp_path))
-            yield lambda: NatsBus(server.url)
+            busy_messages = BUSY_MESSAGES if request.param == "nats" else 1
+            yield lambda: NatsBus(server.url, busy_messages=busy_messages)
 
 
 @pytest.fixture

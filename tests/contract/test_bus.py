@@ -15,6 +15,7 @@ from kvatlas.schemas.errors import (
     StreamRefused,
 )
 from testkit.bus import Collected, a_stream
+from testkit.waiting import until
 
 Connect = Callable[[], Bus]
 
@@ -305,3 +306,29 @@ async def test_a_closed_bus_refuses_work_and_leaves_no_task(connect: Connect) ->
         await bus.last_sequence("TEST")
     with pytest.raises(BusUnavailable):
         await bus.keys("kv_test").get("a")
+
+
+async def test_what_is_announced_reaches_all_who_listen_in_order(connect: Connect) -> None:
+    async with connect() as one, connect() as other:
+        heard: list[bytes] = []
+        also: list[bytes] = []
+        await one.listen("siblings", heard.append)
+        listener = await other.listen("siblings", also.append)
+        for number in range(20):
+            await one.announce("siblings", b"%d" % number)
+        await until(lambda: len(heard) == 20 and len(also) == 20)
+        assert heard == also == [b"%d" % number for number in range(20)]
+        await listener.close()
+        await listener.close()
+        await one.announce("siblings", b"more")
+        await one.announce("nobody", b"")
+        await until(lambda: heard[-1] == b"more")
+        assert also[-1] == b"19"
+
+
+async def test_without_a_broker_nothing_is_announced(connect: Connect) -> None:
+    bus = connect()
+    async with bus:
+        pass
+    with pytest.raises(BusUnavailable):
+        await bus.announce("siblings", b"")

@@ -404,7 +404,7 @@ def test_parents_in_a_circle_do_no_harm(index: PrefixIndex) -> None:
 def copied(index: PrefixIndex, into: PrefixIndex) -> PrefixIndex:
     assert isinstance(index, Exportable)
     assert isinstance(into, Exportable)
-    into.restore(index.export())
+    into.restore(index.export()())
     return into
 
 
@@ -475,7 +475,7 @@ def test_parts_that_are_not_an_index_change_nothing(
 ) -> None:
     index, _ = a_used_index(make_index)
     assert isinstance(index, Exportable)
-    before, parts = index.match(run_of(130)), index.export()
+    before, parts = index.match(run_of(130)), index.export()()
     for name, part in parts.items():
         for wrong in (None, part[:-1], memoryview(bytes(part) + b"\x01")):
             damaged = {other: each for other, each in parts.items() if other != name}

@@ -89,6 +89,13 @@ async def test_f51_a_wrong_block_size_is_named_with_its_flag(fleet: Fleet) -> No
     assert "--block-size" in findings["block_size"].change
 
 
+async def test_a_size_that_no_block_has_is_named_and_ends_nothing(fleet: Fleet) -> None:
+    fleet.engine.block_tokens = 0
+    findings = await fleet.diagnose()
+    assert failed(findings) == {"block_size"}
+    assert findings["overlap"].status is Status.ok
+
+
 async def test_f54_a_conversation_that_is_other_tokens_is_named(fleet: Fleet) -> None:
     fleet.engine.tokenizes_truly = False
     findings = await fleet.diagnose(wait_seconds=0.5)
@@ -158,3 +165,7 @@ async def test_the_command_prints_a_line_a_check_and_fails_with_a_failure(fleet:
     wrong = await run_command("doctor", "--worker", WORKER, "--engine-url", "x", *asked[2:])
     assert wrong.status == 1
     assert "engine_url" in wrong.err
+    deaf = await run_command("doctor", "--worker", WORKER, *asked, "--events-endpoint", "foo")
+    assert deaf.status == 1
+    (line,) = deaf.err.splitlines()
+    assert "--events-endpoint" in line

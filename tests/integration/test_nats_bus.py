@@ -12,8 +12,9 @@ from nats.js.api import StreamConfig
 from kvatlas.events.bus import KeyChange, Message
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats_publisher import NatsPublisher
 from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, NoResponder, StreamRefused
-from testkit.bus import Collected, a_stream
+from testkit.bus import Collected, a_stream, eventually
 
 USERS = """
 authorization { users: [
@@ -347,3 +348,138 @@ async def test_a_subject_that_the_broker_would_cut_the_connection_for_is_refused
         await publisher.publish("test.a", b"")
         await publisher.flush()
         assert await bus.last_sequence("TEST") == 1
+
+
+# --- batches of the broker's fast ingest, ADR-0007 -----------------------------------------------
+
+
+async def connected(bus: NatsBus, subject: str = "test.a") -> NatsPublisher:
+    """Return a publisher that sends at once; its first message, the number 1, is stored."""
+    publisher = bus.publisher("TEST")
+    await publisher.publish(subject, b"1")
+    await publisher.flush()
+    return publisher
+
+
+async def in_one_go(bus: NatsBus, count: int) -> NatsPublisher:
+    """Publish 1..count as fast as it goes; return the publisher, which has everything stored."""
+    publisher = await connected(bus)
+    for number in range(2, count + 1):
+        await publisher.publish("test.a", b"%d" % number)
+    await publisher.flush()
+    return publisher
+
+
+async def numbers(bus: NatsBus) -> list[int]:
+    return [int(message.payload) async for message in bus.read_range("TEST", 1, 99_999)]
+
+
+async def test_a_busy_publisher_goes_through_batches(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = await in_one_go(bus, 5000)
+        assert publisher.num_batches > 0
+        assert publisher.num_failed_batches == publisher.num_resent == publisher.num_unacked == 0
+        assert await numbers(bus) == list(range(1, 5001))
+
+
+async def test_a_batch_is_stored_soon_though_nobody_flushes(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = await connected(bus)
+        for number in range(2, 501):
+            await publisher.publish("test.a", b"%d" % number)
+        await eventually(lambda: publisher.num_unacked == 0)
+        assert publisher.num_batches > 0
+        assert await numbers(bus) == list(range(1, 501))
+
+
+async def test_publishers_beside_each_other_share_a_batch(server: EmbeddedServer) -> None:
+    async def publish(publisher: NatsPublisher, subject: str) -> None:
+        for number in range(1000):
+            await publisher.publish(subject, b"%d" % number)
+            if number % 100 == 0:
+                await publisher.flush()
+
+    async with NatsBus(server.url, busy_messages=8) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        subjects = [f"test.w{worker}" for worker in range(5)]
+        await asyncio.gather(*(publish(publisher, subject) for subject in subjects))
+        await publisher.flush()
+        assert publisher.num_batches > 0
+        assert publisher.num_failed_batches == publisher.num_resent == 0
+        for subject in subjects:
+            got = [m.payload async for m in bus.read_range("TEST", 1, 9999) if m.subject == subject]
+            assert got == [b"%d" % number for number in range(1000)]
+
+
+async def test_a_stream_that_takes_no_batches_gets_everything_once(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        await client.jsm().add_stream(StreamConfig(name="TEST", subjects=["test.>"]))
+        publisher = await in_one_go(bus, 3000)
+        assert (publisher.num_batches, publisher.num_failed_batches) == (1, 1)
+        assert await numbers(bus) == list(range(1, 3001))
+    assert "TEST: batch publish is disabled; publishing without batches" in caplog.text
+
+
+async def test_more_batches_than_the_broker_takes_leave_the_single_way(
+    server: EmbeddedServer,
+) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        await bus.declare_stream(a_stream())
+        for other in range(1000):
+            await client.publish("test.x", b"0", f"{client.new_inbox()}.{other}.10.fail.1.0.$FI")
+        await client.flush()
+        publisher = await in_one_go(bus, 3000)
+        assert (publisher.num_batches, publisher.num_failed_batches) == (1, 1)
+        assert [n for n in await numbers(bus) if n] == list(range(1, 3001))
+
+
+async def test_what_the_stream_refuses_in_a_batch_is_told_and_the_rest_is_stored(
+    server: EmbeddedServer,
+) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        small = StreamConfig(name="TEST", subjects=["test.>"], max_msg_size=100, allow_batched=True)
+        await client.jsm().add_stream(small)
+        publisher = await connected(bus)
+        for number in range(2, 2001):
+            subject = "test.a" if number != 1500 else "test.b"
+            await publisher.publish(subject, (b"%d" % number).rjust(1 if number != 1500 else 1000))
+        with pytest.raises(StreamRefused, match=r"test\.b: message size exceeds maximum"):
+            await publisher.flush()
+        await publisher.flush()
+        assert publisher.num_failed_batches == 1
+        got = list(dict.fromkeys(await numbers(bus)))
+        assert got == [*range(1, 1500), *range(1501, 2001)]
+
+
+async def test_a_denied_subject_in_a_batch_holds_up_no_other(tmp_path: Path) -> None:
+    async with embedded_server(tmp_path, settings=USERS) as server:
+        async with NatsBus(as_user(server.url, "admin")) as admin:
+            await admin.declare_stream(a_stream())
+        async with NatsBus(as_user(server.url, "w1")) as bus:
+            publisher = await connected(bus, "test.w1")
+            for number in range(2, 2001):
+                await publisher.publish("test.w1" if number != 700 else "test.W2", b"%d" % number)
+            with pytest.raises(StreamRefused, match=r"test\.W2: permission denied"):
+                await publisher.flush()
+            assert publisher.num_batches > 0
+        async with NatsBus(as_user(server.url, "admin")) as admin:
+            got = list(dict.fromkeys(await numbers(admin)))
+            assert got == [number for number in range(1, 2001) if number != 700]
+
+
+async def test_messages_that_grow_in_a_batch_do_not_stop_it(server: EmbeddedServer) -> None:
+    async with NatsBus(server.url, max_unacked_bytes=100_000) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = await connected(bus)
+        for number in range(2, 1001):
+            await publisher.publish("test.a", (b"%d" % number).rjust(10 if number < 500 else 9000))
+        await publisher.flush()
+        assert publisher.num_batches > 0
+        assert publisher.num_failed_batches == publisher.num_resent == 0
+        assert await numbers(bus) == list(range(1, 1001))

@@ -25,6 +25,7 @@ from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
 from testkit.blocks import a_chain
 from testkit.peer import FINGERPRINT, a_peer
 from testkit.pulling import a_fetcher
+from testkit.waiting import until
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed"
@@ -127,3 +128,15 @@ async def test_a_driver_that_does_not_work_is_a_typed_error(
     ):
         async with NixlTransport("w1/0", pool, Bounce(pool.bounce_places()), settings):
             pass
+
+
+async def test_a_driver_that_loads_slowly_is_waited_for_in_the_background(folder: Path) -> None:
+    settings = NixlSettings(start_seconds=0.3)
+    with ServePool.create("w1", 1, 4096, 1, folder) as pool:
+        async with NixlTransport("w1/0", pool, Bounce(pool.bounce_places()), settings) as nixl:
+            assert nixl.reference is None
+            source = SourceRef("nixl", "a@1", b"m", 1)
+            outcome = await nixl.read(source, [Row(0, 4096, 0)], 1.0)
+            assert outcome.status is ReadStatus.failed
+            await until(lambda: nixl.reference is not None, 60.0)
+            assert nixl.num_restarts > 0

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import signal
+import sys
 import threading
 from pathlib import Path
 
 import msgspec
+import pytest
 import zmq
 
 from kvatlas.events.codec import encode
@@ -16,9 +19,10 @@ from kvatlas.events.subjects import events_subject
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import AllBlocksCleared
 from kvatlas.worker_hooks.captures import Frame, read_capture
-from kvatlas.worker_hooks.recording import RecordOptions, record
+from kvatlas.worker_hooks.recording import Listener, RecordOptions, record
 from testkit.builders import a_batch
 from testkit.commands import run_command
+from testkit.waiting import until
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -96,3 +100,73 @@ async def test_the_stream_is_recorded_as_lines(tmp_path: Path) -> None:
         assert ended.status == 0, ended.err
     (row,) = map(json.loads, file.read_text().splitlines())
     assert (row["worker"], row["events"]) == ("w2", [["cleared", None]])
+    printed = await run_command("decode", str(file))
+    assert printed.status == 0, printed.err
+    assert "w2/0 epoch 1 #1.0: cleared every tier" in printed.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_a_recording_with_its_summary(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    file = tmp_path / "engine.kvcap"
+    with zmq.Context() as context, context.socket(zmq.XPUB) as live:
+        port = live.bind_to_random_port("tcp://127.0.0.1")
+        arguments = ["record", "--endpoint", f"tcp://127.0.0.1:{port}", str(file)]
+        command = [sys.executable, "-P", "-m", "kvatlas", *arguments]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        await asyncio.to_thread(live.recv)
+        live.send_multipart([b"", bytes(8), batch(1, 2)])
+        await until(lambda: file.stat().st_size > 0)
+        process.send_signal(number)
+        out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert out.decode().endswith(f"1 batches in {file}\n")
+
+
+async def test_a_signal_ends_a_recording_of_the_log_with_its_summary(tmp_path: Path) -> None:
+    file = tmp_path / "stream.jsonl"
+    command = ["record", "--nats", "nats://127.0.0.1:1", str(file)]
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-P", "-m", "kvatlas", *command],
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    await process.stderr.readline()  # that there is no broker
+    process.send_signal(signal.SIGTERM)
+    out, _ = await process.communicate()
+    assert (process.returncode, out.decode()) == (0, f"0 batches in {file}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+async def test_a_full_disk_ends_a_recording_with_one_line(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as live:
+        port = live.bind_to_random_port("tcp://127.0.0.1")
+
+        def serve() -> None:
+            live.recv()
+            live.send_multipart([b"", bytes(8), batch(1, 2)])
+
+        server = threading.Thread(target=serve)
+        server.start()
+        arguments = ["--endpoint", f"tcp://127.0.0.1:{port}", "--seconds", "60", "/dev/full"]
+        ended = await run_command("record", *arguments)
+        await asyncio.to_thread(server.join)
+    assert ended.status == 1
+    (line,) = ended.err.splitlines()
+    assert "/dev/full" in line
+    assert "No space left" in line
+
+
+def test_an_endpoint_that_says_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.worker_hooks.recording.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("kvatlas.worker_hooks.recording._SILENT_SECONDS", 0.2)
+    told: list[str] = []
+    options = RecordOptions("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", seconds=1.0)
+    assert list(record(options, Listener(on_silent=told.append))) == []
+    replay, live = told
+    assert "tcp://127.0.0.1:2" in replay
+    assert "--replay-endpoint" in replay
+    assert "tcp://127.0.0.1:1" in live
+    assert "--endpoint" in live

@@ -15,10 +15,14 @@ from kvatlas import __version__
 from kvatlas.indexer.service import Lag
 from kvatlas.router.app import RouterApp, create_app
 from kvatlas.router.service import RouterService
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.hashing import BlockHasher
 from testkit.fleet import MODEL, Fleet, RouterUnderTest, a_prompt, a_request
 
 PROMPT = a_prompt(160)
+JSON = {"content-type": "application/json"}
 MSGPACK = {"content-type": "application/x-msgpack"}
+OCTETS = {"content-type": "application/octet-stream"}
 PROBLEM = "application/problem+json"
 
 
@@ -65,21 +69,47 @@ class TestScoreAndRoute:
 
     async def test_every_body_gets_the_same_answer(self, client: httpx.AsyncClient) -> None:
         packed = array("I", PROMPT).tobytes()
+        chain = BlockHasher(NamespaceDescriptor(16).namespace(MODEL, None, None)).chain(packed)
+        digits = [chain[at : at + 16].hex() for at in range(0, len(chain), 16)]
         bodies = [
-            (msgspec.json.encode(ask()), {"content-type": "application/json"}),
-            (
-                msgspec.json.encode({"model": MODEL, "token_ids_b64": packed}),
-                {"content-type": "application/json"},
-            ),
+            (msgspec.json.encode(ask()), JSON),
+            (msgspec.json.encode({"model": MODEL, "token_ids_b64": packed}), JSON),
             (msgspec.msgpack.encode({"model": MODEL, "tokens": packed}), MSGPACK),
             (msgspec.msgpack.encode(ask()), MSGPACK),
+            (msgspec.json.encode({"model": MODEL, "block_hashes": digits}), JSON),
+            (msgspec.msgpack.encode({"model": MODEL, "block_hashes": chain}), MSGPACK),
         ]
         answers = [
             (await client.post("/v1/score", content=body, headers=headers)).json()
             for body, headers in bodies
         ]
+        asked = client.post(f"/v1/score?model={MODEL}", content=packed, headers=OCTETS)
+        answers.append((await asked).json())
         assert answers[0]["candidates"][0]["match_tokens"] == 144
         assert all(answer == answers[0] for answer in answers)
+
+    async def test_a_salt_beside_octets_stands_in_a_header(
+        self, client: httpx.AsyncClient, fleet: Fleet
+    ) -> None:
+        fleet.holds("w1", PROMPT, cache_salt="alice", num_blocks=5)
+
+        async def matched(salt: str) -> int:
+            answer = await client.post(
+                f"/v1/score?model={MODEL}",
+                content=array("I", PROMPT).tobytes(),
+                headers={**OCTETS, "x-kvatlas-cache-salt": salt},
+            )
+            tokens: int = answer.json()["candidates"][0]["match_tokens"]
+            return tokens
+
+        assert [await matched(salt) for salt in ("alice", "bob")] == [80, 0]
+
+    async def test_a_salt_is_said_once(self, client: httpx.AsyncClient) -> None:
+        salts = [("x-kvatlas-cache-salt", "a"), ("x-kvatlas-cache-salt", "b")]
+        answer = await client.post(
+            f"/v1/score?model={MODEL}", content=b"1234", headers=[*OCTETS.items(), *salts]
+        )
+        assert (answer.status_code, answer.json()["field"]) == (400, "x-kvatlas-cache-salt")
 
     async def test_a_request_is_routed_reported_and_explained(
         self, client: httpx.AsyncClient
@@ -148,6 +178,11 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/route", {"json": {"model": MODEL}}, 400, "token_ids"),
     ("/v1/route", {"json": ask(model="x")}, 404, "model"),
     ("/v1/route", {"json": ask(lora="x")}, 400, "lora"),
+    ("/v1/route", {"json": ask(block_hashes=["00" * 16])}, 400, "block_hashes"),
+    ("/v1/route?model=m", {"json": ask()}, 400, "query"),
+    ("/v1/route?model=m", {"content": b"12345", "headers": OCTETS}, 400, "body"),
+    ("/v1/route?cache_salt=s", {"content": b"1234", "headers": OCTETS}, 400, "cache_salt"),
+    ("/v1/requests/x/done", {"content": b"1234", "headers": OCTETS}, 415, "content-type"),
     ("/v1/route", {"content": b"{}", "headers": {"content-type": "text/xml"}}, 415, "content-type"),
     ("/v1/route", {"content": b" " * 100_001}, 413, "body"),
     ("/v1/requests/x/done", {"json": {}}, 404, ""),

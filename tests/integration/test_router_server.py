@@ -1,13 +1,15 @@
 """The router behind a real server: what only happens on a socket."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from kvatlas.router.app import create_app
+from kvatlas.router.app import RouterApp, create_app
 from testkit.fleet import MODEL, Fleet, a_prompt
 from testkit.server import served
 
@@ -16,13 +18,18 @@ PROMPT = a_prompt(64)
 BODY = msgspec.json.encode({"model": MODEL, "token_ids": PROMPT})
 
 
-@pytest.fixture(params=["httptools", "h11"])
-async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
+def an_app() -> RouterApp:
     fleet = Fleet()
     fleet.up("w1")
     fleet.holds("w1", PROMPT)
-    app = create_app(fleet.router(max_body_bytes=LIMIT))
-    async with served(app, http=request.param, timeout_graceful_shutdown=1) as port:
+    return create_app(fleet.router(max_body_bytes=LIMIT))
+
+
+@pytest.fixture(params=["httptools", "h11", "hot"])
+async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
+    app = an_app()
+    http = app.http_protocol if request.param == "hot" else request.param
+    async with served(app, http=http, timeout_graceful_shutdown=1) as port:
         yield port
 
 
@@ -145,3 +152,120 @@ async def test_many_clients_at_once(port: int) -> None:
         answers = await asyncio.gather(*(client.post("/v1/route", content=BODY) for _ in range(60)))
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["decision_id"] for answer in answers}) == 60
+
+
+class TestHotProtocol:
+    """What only the protocol in front of uvicorn's does."""
+
+    @pytest.fixture
+    async def connection(self) -> AsyncIterator[Connection]:
+        app = an_app()
+        options: dict[str, Any] = {"timeout_keep_alive": 1, "timeout_graceful_shutdown": 1}
+        async with served(app, http=app.http_protocol, **options) as port:
+            connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
+            yield connection
+            await connection.close()
+
+    async def test_requests_in_one_piece_are_answered_in_order(
+        self, connection: Connection
+    ) -> None:
+        await connection.send(post("/v1/score", BODY) * 2 + post("/v1/score", b"{"))
+        assert [(await connection.answer())[0] for _ in range(3)] == [200, 200, 400]
+
+    async def test_another_route_goes_to_uvicorn_with_the_rest_of_its_connection(
+        self, connection: Connection
+    ) -> None:
+        healthz = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+        await connection.send(post("/v1/score", BODY) + healthz + post("/v1/score", BODY))
+        bodies = [msgspec.json.decode((await connection.answer())[1]) for _ in range(3)]
+        assert bodies[0] == bodies[2]
+        assert bodies[1]["status"] == "ok"
+
+    async def test_octets_and_their_query_are_read(self, connection: Connection) -> None:
+        packed = array("I", PROMPT).tobytes()
+        headers = "Content-Type:application/octet-stream", "X-Kvatlas-Cache-Salt:  s "
+        await connection.send(post(f"/v1/score?model={MODEL}", packed, *headers[:1]))
+        await connection.send(post(f"/v1/score?model={MODEL}", packed, *headers))
+        best = [
+            msgspec.json.decode((await connection.answer())[1])["candidates"][0] for _ in range(2)
+        ]
+        assert [each["match_tokens"] for each in best] == [64, 0]
+
+    async def test_reports_are_taken(self, connection: Connection) -> None:
+        await connection.send(post("/v1/route", BODY))
+        decision_id = msgspec.json.decode((await connection.answer())[1])["decision_id"]
+        await connection.send(post(f"/v1/requests/{decision_id}/done", b""))
+        status, body = await connection.answer()
+        assert (status, msgspec.json.decode(body)["applied"]) == (200, True)
+
+    @pytest.mark.parametrize(
+        ("headers", "status"),
+        [
+            (["content-length: 5"], 400),
+            (["transfer-encoding: chunked"], 400),
+            (["content-length : 1"], 400),
+            ([" folded"], 400),
+            (["x\x00y: 1"], 400),
+            (["expect: nothing"], 200),
+            (["connection: close"], 200),
+            (["x-long: " + "x" * 9_000], 200),
+        ],
+    )
+    async def test_what_is_not_plain_is_judged_by_uvicorn(
+        self, connection: Connection, headers: list[str], status: int
+    ) -> None:
+        await connection.send(post("/v1/score", BODY, *headers))
+        head = (await connection.rest()).partition(b"\r\n")[0]
+        assert head.startswith(b"HTTP/1.1 %d" % status)
+
+    async def test_a_body_that_does_not_come_is_given_up(
+        self, connection: Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvatlas.router.hot.MAX_BODY_SECONDS", 0.5)
+        await connection.send(post("/v1/score", BODY)[:-1])
+        assert (await connection.answer())[0] == 408
+        assert await connection.rest() == b""
+
+    async def test_an_idle_connection_is_closed(self, connection: Connection) -> None:
+        await connection.send(post("/v1/score", BODY))
+        assert (await connection.answer())[0] == 200
+        assert await connection.rest() == b""
+
+    async def test_who_takes_no_answers_is_not_read(self, connection: Connection) -> None:
+        num_requests = 3_000
+        sending = asyncio.create_task(connection.send(post("/v1/score", BODY) * num_requests))
+        statuses = [(await connection.answer())[0] for _ in range(num_requests)]
+        await sending
+        assert statuses == [200] * num_requests
+
+    async def test_an_unexpected_error_is_a_problem(
+        self, connection: Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr("kvatlas.router.hot.decode_score_request", broken)
+        await connection.send(post("/v1/score", BODY))
+        assert (await connection.answer())[0] == 500
+
+
+async def test_a_server_that_stops_ends_hot_connections_first() -> None:
+    app = an_app()
+    async with served(app, http=app.http_protocol) as port:
+        idle, busy = [
+            Connection(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(2)
+        ]
+        await idle.send(post("/v1/score", BODY))
+        await idle.answer()
+        await busy.send(post("/v1/score", BODY)[:-1])
+        stopping = asyncio.create_task(idle.rest())
+        # leaving the block asks the server to stop; `busy` may end its request first
+        asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(end(busy)))
+    assert await stopping == b""
+    assert b"connection: close" in (await busy.rest()).lower()
+    for connection in (idle, busy):
+        await connection.close()
+
+
+async def end(connection: Connection) -> None:
+    await connection.send(BODY[-1:])

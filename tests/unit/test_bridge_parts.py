@@ -15,7 +15,7 @@ from kvatlas.worker_hooks.bridge.engine_probe import (
     facts_of,
     read_sources,
 )
-from kvatlas.worker_hooks.bridge.observed import FirstBlocks, Observed, PayloadReader
+from kvatlas.worker_hooks.bridge.observed import MAX_PAGES, FirstBlocks, Observed, PayloadReader
 from kvatlas.worker_hooks.bridge.options import BridgeOptions
 from kvatlas.worker_hooks.bridge.payload_marks import PayloadMarks
 from kvatlas.worker_hooks.bridge.run import addresses_of, run_bridge
@@ -65,6 +65,45 @@ def test_what_cannot_be_read_is_counted_and_says_nothing() -> None:
     assert read(b"\xc1") == Observed()
     assert read(batch({"type": "Unheard"})) == Observed()
     assert read.num_rejected == 2
+
+
+def page(name: int, tokens: int, parent: int | None = None, pages: int = 1) -> Event:
+    return {
+        "type": "BlockStored", "block_hashes": list(range(name, name + pages)),
+        "parent_block_hash": parent, "token_ids": list(range(tokens * pages)),
+        "block_size": tokens, "lora_id": None, "medium": "GPU",
+    }  # fmt: skip
+
+
+def sure_sizes(*events: Event) -> list[int]:
+    read = PayloadReader(adapter_of("sglang"), has_short_pages=True)
+    return [read(batch(event)).block_tokens for event in events]
+
+
+def test_a_page_that_may_be_short_is_not_taken_as_the_size_of_all() -> None:
+    assert sure_sizes(page(1, 10), page(2, 64), page(3, 64, parent=2)) == [0, 0, 64]
+    assert sure_sizes(page(1, 64), page(2, 10, parent=1)) == [0, 0]  # the adapter knows it as short
+    assert sure_sizes(page(1, 10), page(2, 64, pages=2)) == [0, 64]
+    assert sure_sizes(page(1, 1), page(2, 1, parent=1)) == [0, 1]
+
+
+def test_of_many_pages_that_nothing_follows_the_longest_is_believed() -> None:
+    sizes = sure_sizes(*(page(n, 64 if n % 3 else 10) for n in range(MAX_PAGES * 3)))
+    assert set(sizes) == {0, 64}
+    assert sizes[MAX_PAGES // 2] == 0
+    assert sizes[-2] == 64
+
+
+def test_an_engine_that_tells_of_whole_blocks_only_is_believed_at_once() -> None:
+    assert PayloadReader(adapter_of("vllm"))(batch(page(1, 16))).block_tokens == 16
+
+
+def test_values_as_deep_as_the_stack_cost_their_batch_only() -> None:
+    read = PayloadReader(adapter_of("lmcache"))
+    for depth in range(800, 1000):
+        entry = '{"key": ' * depth + "1" + "}" * depth
+        fields = f'"event_type": "store", "tier": "l1", "entries": [{entry}]'
+        assert read(f"{{{fields}}}".encode()) == Observed()
 
 
 def test_beginnings_with_another_hash_contradict_but_for_adapters() -> None:
@@ -186,6 +225,8 @@ def test_only_ports_can_be_counted() -> None:
         ({"endpoint": "tcp://h:1", "rank": 0, "num_ranks": 2}, "either"),
         ({"endpoint": "tcp://h:1", "num_ranks": 0}, "at least one"),
         ({"endpoint": "tcp://h:1", "engine": "unheard"}, "unheard"),
+        ({"endpoint": "tcp://h:1", "engine": "mooncake"}, "--engine.*vllm, sglang, trtllm"),
+        ({"endpoint": "tcp://h:1", "engine": "lmcache"}, "--engine.*vllm, sglang, trtllm"),
     ],
 )
 async def test_wrong_options_are_named(

@@ -1,6 +1,11 @@
 """What a bridge makes of an engine's stream: order, gaps, other incarnations, doubts."""
 
-from kvatlas.worker_hooks.bridge.follow_state import FollowOptions, FollowState, Phase
+from kvatlas.worker_hooks.bridge.follow_state import (
+    WAITING_OVERHEAD_BYTES,
+    FollowOptions,
+    FollowState,
+    Phase,
+)
 from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.stimuli import (
     AskReplay,
@@ -48,7 +53,7 @@ class Bridge:
         *,
         has_replay: bool = True,
         num_blocks: int | None = None,
-        max_waiting_bytes: int = 1000,
+        max_waiting_bytes: int = 100_000,
     ) -> None:
         said = said or {}
         options = FollowOptions(
@@ -188,13 +193,22 @@ def test_a_replay_that_breaks_off_goes_on_where_it_was() -> None:
 
 
 def test_what_finds_no_room_while_asking_is_asked_for_again_f14() -> None:
-    bridge = following(3, max_waiting_bytes=4)
+    bridge = following(3, max_waiting_bytes=2 * (len(batch(4)) + WAITING_OVERHEAD_BYTES))
     bridge.take(live(4), live(5), live(6))
     assert bridge.state.counters.dropped == 1
     taken = bridge.take(again(2, 2), again(2, 3), ReplayEnded(2))
     assert taken == [*deliver(3, 4, 5), AskReplay(3, 5)]
     assert bridge.take(again(3, 5), again(3, 6), ReplayEnded(3)) == deliver(6)
     assert bridge.state.doubt == ""
+
+
+def test_what_waits_costs_more_than_its_bytes() -> None:
+    bridge = following(3, max_waiting_bytes=10 * WAITING_OVERHEAD_BYTES)
+    for sequence in range(4, 1004):
+        bridge.take(FrameArrived(sequence, b""))
+    assert bridge.state.counters.dropped == 990
+    bridge.take(live(4))  # in place of the empty one
+    assert bridge.state.counters.dropped == 991
 
 
 def test_a_lost_tail_is_found_when_it_stays_quiet() -> None:

@@ -1,12 +1,15 @@
 """Who may serve a prompt: models, adapters, groups, ranks."""
 
+from typing import Any
+
 import pytest
 
 from kvatlas.indexer.reader import InstanceMatch
 from kvatlas.router.candidates import line_up
-from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
-from kvatlas.schemas.fleet import Role
-from kvatlas.schemas.hashing import Extra, HashAlgorithm
+from kvatlas.router.requests import HashedPrompt, Report, ScoreRequest
+from kvatlas.schemas.errors import InvalidRequest, NoCandidate, PromptTooLarge, UnknownModel
+from kvatlas.schemas.fleet import NamespaceDescriptor, Role
+from kvatlas.schemas.hashing import BlockHasher, Extra, HashAlgorithm
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import CandidateScore
 from testkit.fleet import MODEL, Fleet, a_prompt, a_request
@@ -112,6 +115,99 @@ class TestAdapters:
     def test_an_adapter_that_nobody_has_is_refused(self, fleet: Fleet) -> None:
         with pytest.raises(InvalidRequest, match="lora: no worker of the model has this adapter"):
             fleet.router().score(a_request(a_prompt(64), lora="other"))
+
+
+def chain_of(
+    tokens: list[int],
+    cut: int = 16,
+    named: HashAlgorithm = HashAlgorithm.xxh3_128,
+    lora: str | None = None,
+) -> bytes:
+    return BlockHasher(NamespaceDescriptor(cut, named).namespace(MODEL, lora, None)).chain(tokens)
+
+
+def by_hashes(chain: bytes, lora: str | None = None, **hashed: Any) -> ScoreRequest:
+    return ScoreRequest(MODEL, b"", lora, hashed=HashedPrompt(chain, **hashed))
+
+
+class TestHashes:
+    def test_a_prompt_is_its_hashes(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2")
+        fleet.holds("w1", a_prompt(70), num_blocks=3)
+        router = fleet.router()
+        answer = router.score(by_hashes(chain_of(a_prompt(70))))
+        assert matches(answer.candidates) == {"w1/0": 48, "w2/0": 0}
+        assert answer.prompt_tokens == 64
+        assert router.score(by_hashes(chain_of(a_prompt(70)), num_tokens=70)).prompt_tokens == 70
+
+    def test_a_routed_prompt_is_expected_at_its_worker(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        router = fleet.router()
+        routed = router.route(by_hashes(chain_of(a_prompt(64))))
+        assert router.score(a_request(a_prompt(64))).candidates[0].predicted_tokens == 64
+        assert router.decision(routed.decision_id).chain == chain_of(a_prompt(64))
+
+    def test_an_adapter_says_who_serves(self, fleet: Fleet) -> None:
+        fleet.up("w1", adapters={"style": MODEL})
+        fleet.up("w2")
+        fleet.holds("w1", a_prompt(64), lora="style")
+        answer = fleet.router().score(by_hashes(chain_of(a_prompt(64), lora="style"), lora="style"))
+        assert matches(answer.candidates) == {"w1/0": 64}
+
+    def test_among_several_block_sizes_one_is_chosen(self, fleet: Fleet) -> None:
+        fleet.up("small", block_tokens=16)
+        fleet.up("large", block_tokens=64)
+        fleet.holds("large", a_prompt(128))
+        router = fleet.router()
+        with pytest.raises(InvalidRequest, match="block_tokens: expected one of several"):
+            router.score(by_hashes(chain_of(a_prompt(128), 64)))
+        answer = router.score(by_hashes(chain_of(a_prompt(128), 64), block_tokens=64))
+        assert matches(answer.candidates) == {"large/0": 128}
+
+    def test_among_several_algorithms_one_is_chosen(self, fleet: Fleet) -> None:
+        sha = HashAlgorithm.sha256_128
+        fleet.up("w1")
+        fleet.up("w2", algorithm=sha)
+        fleet.holds("w2", a_prompt(64))
+        router, chain = fleet.router(), chain_of(a_prompt(64), 16, sha)
+        with pytest.raises(InvalidRequest, match="algorithm: expected one of several: 16 "):
+            router.score(by_hashes(chain, block_tokens=16))
+        request = by_hashes(chain, block_tokens=16, algorithm=sha)
+        assert matches(router.score(request).candidates) == {"w2/0": 64}
+
+    def test_other_blocks_than_the_fleets_are_refused(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        router = fleet.router()
+        with pytest.raises(InvalidRequest, match=r"block_tokens: no worker .*16 .xxh3_128"):
+            router.score(by_hashes(chain_of(a_prompt(64)), block_tokens=32))
+
+    def test_workers_named_after_several_models_are_not_guessed(self, fleet: Fleet) -> None:
+        fleet.up("w1", models=("one", MODEL))
+        fleet.up("w2", models=("two", MODEL))
+        with pytest.raises(InvalidRequest, match="model: its workers name blocks after several"):
+            fleet.router().score(by_hashes(chain_of(a_prompt(64))))
+
+    def test_a_prompt_has_at_least_the_tokens_of_its_blocks(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        with pytest.raises(InvalidRequest, match="num_tokens: 63, less than the 64"):
+            fleet.router().score(by_hashes(chain_of(a_prompt(64)), num_tokens=63))
+
+    def test_the_length_in_tokens_is_limited(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        with pytest.raises(PromptTooLarge, match="64 tokens, the limit is 63"):
+            fleet.router(max_prompt_tokens=63).score(by_hashes(chain_of(a_prompt(64))))
+
+    def test_a_failed_worker_is_left_out(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2")
+        fleet.up("w3", block_tokens=32)
+        router = fleet.router()
+        request = by_hashes(chain_of(a_prompt(64)), block_tokens=16)
+        routed = router.route(request)
+        router.done(routed.decision_id, Report(failed=True))
+        [other] = router.score(request).candidates
+        assert other.worker in {"w1", "w2"} - {routed.worker}
 
 
 class TestSaltsAndExtras:

@@ -50,6 +50,7 @@ INFO = WorkerInfo(
     versions={"vllm": "0.32.0"},
     ends_at_reuse_points=True,
     p2p_address="10.0.0.7:5710",
+    leasable_tiers=(Tier.dram,),
 )
 EVENTS: dict[str, KvEvent] = {
     "stored": BlockStored(ROOT, hashes(1, 2), hashes(9), Tier.dram, b"\1\0\0\0" * 8),

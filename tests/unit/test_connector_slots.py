@@ -49,6 +49,40 @@ def test_clear_forgets_everything(slots: PoolSlots) -> None:
     assert len(slots.take(9)) == 2
 
 
+def test_clear_forgets_what_peers_read_and_empties_it_when_they_have(slots: PoolSlots) -> None:
+    slots.save(X, DATA)
+    slots.save(Y, DATA)
+    slot = slots.slot_of(X)
+    assert slot is not None
+    lease(slots, X)
+    assert not slots.clear()
+    assert slots.slot_of(X) is slots.slot_of(Y) is None
+    slots.sweep()
+    assert slots.pool.hash_of(slot) == X
+    slots.pool.set_leases({slot: 0})
+    slots.sweep()
+    assert slots.pool.hash_of(slot) is None
+    assert slots.clear()
+    assert len(slots.take(9)) == 2
+
+
+def test_clear_leaves_what_is_read_here_until_it_has_been(slots: PoolSlots) -> None:
+    slots.save(X, DATA)
+    with slots.reading(X) as slot:
+        assert slot is not None
+        assert not slots.clear()
+        assert slots.pool.hash_of(slot) == X
+    assert slots.clear()
+    assert slots.pool.hash_of(slot) is None
+
+
+def test_clear_knows_of_slots_that_somebody_else_has_emptied(slots: PoolSlots) -> None:
+    slots.save(X, DATA)
+    slots.pool.try_evict(range(2))
+    assert slots.clear()
+    assert slots.save(X, DATA)
+
+
 def test_slots_given_back_are_empty_again(slots: PoolSlots) -> None:
     taken = slots.take(2)
     assert slots.pool.offer(taken, X + Y)

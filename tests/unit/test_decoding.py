@@ -8,9 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.worker_hooks.captures import Frame, read_capture
+from kvatlas.schemas.digest import digest_of
+from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.kv_events import BlockRemoved, BlockStored, Digest, Inventory, KvEvent
+from kvatlas.worker_hooks.captures import Frame, jsonable, read_capture
 from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding, names_of
 from kvatlas.worker_hooks.redaction import Redactor
+from kvatlas.worker_hooks.stream_decoding import StreamDecoding
+from testkit.builders import up
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "captures"
@@ -172,3 +177,96 @@ def test_f51_a_block_of_another_size_is_held_without_a_name() -> None:
     report, _ = decoded([frame(0, stored([1], [1, 2, 3, 4], block_size=4))], block_tokens=2)
     assert held(report) == ["0000000000000001"]
     assert report["counts"]["rejected"] == {"block_size": 1}
+
+
+@pytest.mark.parametrize("engine", ["mooncake", "lmcache", "trtllm"])
+def test_values_as_deep_as_the_stack_cost_their_batch_only(engine: str) -> None:
+    """Depths that a reader of JSON just takes and the code behind it does not."""
+    for depth in range(800, 1000):
+        value = '{"key": ' * depth + "1" + "}" * depth
+        fields = f'"event_type": {value}, "data": {{"type": {value}}}'
+        if engine == "lmcache":
+            fields = f'"event_type": "store", "tier": "l1", "entries": [{value}]'
+        good = frame(0, stored([1], [1, 2]))
+        report, _ = decoded([Frame(f"{{{fields}}}".encode()), good], engine)
+        assert engine == "lmcache" or report["counts"]["rejected"]
+
+
+# --- recordings of our own log ------------------------------------------------------------------
+
+ROOT_HASH = bytes(16)
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def row(seq: int, *events: KvEvent, epoch: int = 1, worker: str = "w") -> dict[str, Any]:
+    told = jsonable(msgspec.to_builtins(events, builtin_types=(bytes,)))
+    place = {"stream_sequence": seq, "worker": worker, "rank": 0, "epoch": epoch, "seq": seq}
+    return {**place, "ts_ns": 1, "events": told}
+
+
+def read_log(*rows: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    decoding = StreamDecoding(rows)
+    story = list(decoding.story())
+    return decoding.report(), story
+
+
+def held_of_log(report: dict[str, Any], tier: str = "hbm") -> list[str]:
+    found: list[str] = report["workers"]["w"]["0"]["tiers"].get(tier, {}).get("hashes", [])
+    return found
+
+
+def test_a_recording_of_the_log_is_recognised_and_comes_to_what_is_held(tmp_path: Path) -> None:
+    rows = [
+        row(1, up("m"), BlockStored(ROOT_HASH, block(1) + block(2))),
+        row(2, BlockRemoved(ROOT_HASH, block(1)), BlockStored(ROOT_HASH, block(3), tier=Tier.dram)),
+    ]
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+    capture = read_capture(file)
+    assert (capture.frames, capture.rejected) == ([], ())
+    report, story = read_log(*capture.batches)
+    assert held_of_log(report) == [block(2).hex()]
+    assert held_of_log(report, "dram") == [block(3).hex()]
+    assert report["counts"]["rejected"] == {}
+    assert len(story) == 4
+    redacted, _ = read_log(*map(Redactor().own_batch, capture.batches))
+    assert redacted["workers"] == report["workers"]
+
+
+def test_the_logs_gaps_repetitions_and_epochs_are_noticed() -> None:
+    stored_one = BlockStored(ROOT_HASH, block(1))
+    rows = [row(1, stored_one), row(1, stored_one), row(4), row(1, epoch=2), row(5)]
+    report, story = read_log(*rows)
+    counts = report["counts"]
+    assert (counts["repeated"], counts["gaps"], counts["stale"]) == (1, 1, 1)
+    assert held_of_log(report) == []
+    assert any("epoch 2 follows 1" in line for line in story)
+
+
+def test_the_logs_inventories_replace_a_tier_and_digests_are_compared() -> None:
+    parts = [Inventory(1, n, 2, Tier.hbm, ROOT_HASH, block(n)) for n in (1, 2)]
+    told = Digest(Tier.hbm, *digest_of([block(1), block(2)]))
+    report, _ = read_log(row(1, BlockStored(ROOT_HASH, block(9))), row(2, *parts, told))
+    assert held_of_log(report) == [block(1).hex(), block(2).hex()]
+    assert report["counts"]["digest_mismatches"] == 0
+    report, story = read_log(row(1, parts[1], told))
+    assert report["counts"]["digest_mismatches"] == 1
+    assert any("parts before it are missing" in line for line in story)
+
+
+def test_events_and_rows_of_the_log_that_cannot_be_read_cost_only_themselves() -> None:
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    broken = row(2, BlockStored(ROOT_HASH, block(1)))
+    broken["events"] = [["stored", deep], ["stored"], ["teleported"], 5, *broken["events"]]
+    report, _ = read_log({**row(1), "epoch": "x"}, broken)
+    assert held_of_log(report) == [block(1).hex()]
+    assert report["counts"]["rejected"] == {
+        "malformed_batch": 1,
+        "malformed_event": 3,
+        "unknown_event": 1,
+    }

@@ -1,5 +1,6 @@
 """The doctor's checks: facts in, findings out; and how facts are read from what engines answer."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 
 from kvatlas.doctor import checks
 from kvatlas.doctor.checks import Finding, Status
-from kvatlas.doctor.engine_events import find_first_hash
+from kvatlas.doctor.engine_events import Heard, check_endpoint, find_first_hash, listening
 from kvatlas.doctor.engine_hashes import matched_hash
 from kvatlas.doctor.facts import (
+    UNREADABLE,
     Arrival,
     EngineFacts,
     EngineKind,
@@ -20,6 +22,7 @@ from kvatlas.doctor.facts import (
     engine_facts,
 )
 from kvatlas.doctor.local_text import LocalTokenizer
+from kvatlas.doctor.run import DoctorOptions, run_doctor
 from kvatlas.router.answers import WorkerAnswer, WorkersAnswer
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import Trust
@@ -98,6 +101,18 @@ class TestTheEngine:
         assert "--block-size" in finding.change
         assert checks.check_block_size([a_rank()], VLLM).status is Status.ok
         assert checks.check_block_size([a_rank()], SGLANG).status is Status.skipped
+
+    @pytest.mark.parametrize("said", ["0", "9" * 5000, "65537", "-1", "16.0"])
+    def test_a_size_that_no_block_has_is_named_with_its_flag(self, said: str) -> None:
+        vllm = engine_facts(MODELS, f'vllm:cache_config_info{{block_size="{said}"}} 1.0')
+        info = f'{{"page_size": {said}}}'.encode()
+        for facts in (vllm, engine_facts(MODELS, "sglang:x 0", info)):
+            assert facts.block_tokens is None
+            finding = checks.check_block_size([a_rank()], facts)
+            assert finding.status is Status.fail
+            assert said[:20] in finding.says
+            assert len(finding.says) < 100
+            assert "--block-tokens" in finding.change
 
     def test_an_engine_without_prefix_caching_fails(self) -> None:
         off = msgspec.structs.replace(VLLM, prefix_caching=False)
@@ -218,6 +233,30 @@ class TestTexts:
             "no chat template beside the local tokenizer"
         )
 
+    def test_what_is_not_installed_is_named_with_its_extra(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "tokenizer.json").write_text("{}")
+        (tmp_path / "chat_template.jinja").write_text("x")
+        for name in ("tokenizers", "jinja2.exceptions"):
+            monkeypatch.setitem(sys.modules, name, None)
+        local = LocalTokenizer(tmp_path)
+        for said in (local.encode("x"), local.chat([])):
+            assert "pip install 'kvatlas[tokenizer]'" in said
+
+    @pytest.mark.parametrize(
+        "template", ["{{ 1 / 0 }}", "{{ messages.x.y }}", "{{ messages + 1 }}", "{% if", "\udcff"]
+    )
+    def test_files_that_are_no_tokenizer_are_no_end(self, tmp_path: Path, template: str) -> None:
+        pytest.importorskip("jinja2", reason="renders chat templates")
+        pytest.importorskip("tokenizers", reason="reads tokenizer.json")
+        (tmp_path / "tokenizer.json").write_text("{}")
+        content = template.encode(errors="surrogateescape")
+        (tmp_path / "chat_template.jinja").write_bytes(content)
+        local = LocalTokenizer(tmp_path)
+        assert "--tokenizer" in str(local.encode("x"))
+        assert isinstance(local.chat([]), str)
+
     def test_text_and_conversations_are_read_as_an_engine_reads_them(self, tmp_path: Path) -> None:
         pytest.importorskip("jinja2", reason="renders chat templates")
         tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json")
@@ -281,7 +320,62 @@ class TestEngineHashes:
         assert find_first_hash("vllm", [batch], range(1, 65)).engine_hash is None
 
 
+class TestListening:
+    @pytest.mark.parametrize(
+        "endpoint",
+        ["foo", "tcp://", "tcp://h", "tcp://h:x", "tcp://h:99999", "tcp://*:1", "http://h:1"],
+    )
+    def test_an_endpoint_that_is_none_is_named_with_its_flag(self, endpoint: str) -> None:
+        with pytest.raises(InvalidSetting, match="--events-endpoint"):
+            check_endpoint(endpoint)
+
+    @pytest.mark.parametrize("endpoint", ["", "tcp://h:1", "tcp://[::1]:5557", "ipc:///tmp/x"])
+    def test_other_endpoints_are_taken(self, endpoint: str) -> None:
+        check_endpoint(endpoint)
+
+    async def test_what_zmq_refuses_is_said_and_ends_nothing(self) -> None:
+        async with listening("tcp://") as heard:
+            assert "--events-endpoint tcp://" in heard.first_hash("vllm", [1]).missing
+
+    def test_an_engine_whose_events_nobody_reads_is_said(self) -> None:
+        assert "'other'" in Heard().first_hash("other", [1]).missing
+
+
+class Silent:
+    """An engine and a router that say little, and nothing of how long a block is."""
+
+    url = "http://e"
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    async def facts(self) -> EngineFacts:
+        return SGLANG
+
+    async def workers(self) -> WorkersAnswer:
+        return WorkersAnswer((a_rank(block_tokens=0),), 0, 1.0, True)
+
+
+async def test_where_nobody_says_how_long_a_block_is_no_probe_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for client in ("EngineClient", "RouterClient"):
+        monkeypatch.setattr(f"kvatlas.doctor.run.{client}", Silent)
+    options = DoctorOptions(engine_url="http://e", router_url="http://r", worker="w")
+    *_, last = await run_doctor(options, lambda _: None)
+    assert (last.check, last.status) == ("probe", Status.fail)
+    assert "--block-tokens" in last.change
+
+
 class TestFacts:
+    @pytest.mark.parametrize(
+        "answer", [b"[" * 5000, b'{"data": 5}', b'{"page_size": ' + b"9" * 5000]
+    )
+    def test_answers_that_cannot_be_read_are_none(self, answer: bytes) -> None:
+        with pytest.raises(UNREADABLE):
+            engine_facts(answer, "")
+        assert engine_facts(MODELS, "sglang:x 0", answer).block_tokens is None
+
     def test_vllm_tells_by_its_metrics(self) -> None:
         assert engine_facts(MODELS, METRICS, version="0.32.0") == EngineFacts(
             kind=EngineKind.vllm,

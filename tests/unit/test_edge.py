@@ -1,5 +1,7 @@
 """What the edge makes of an engine's words."""
 
+import tracemalloc
+
 import pytest
 
 from kvatlas.schemas.digest import digest_of
@@ -183,7 +185,7 @@ def test_only_usable_runs_with_news_are_said() -> None:
 
 
 def test_hashes_without_their_tokens_are_rejected(edge: Edge) -> None:
-    assert edge.handle([RawStored((1, 2), None, tokens_of(1))]) == []
+    assert edge.handle([RawStored((1, 2, 3), None, tokens_of(1))]) == []
     assert edge.handle([RawStored((1,), None, tokens_of(1)[:-1])]) == []
     assert edge.counters.rejected_events == 2
 
@@ -233,6 +235,19 @@ def test_namespaces_without_blocks_are_forgotten_and_told_again(
     (kept,) = edge.handle([stored(5, parent=1)])
     assert isinstance(kept, BlockStored)
     assert kept.root == DESCRIPTOR.namespace(MODEL, None, "keep").root()
+
+
+def test_of_a_salt_a_digest_is_kept(edge: Edge) -> None:
+    salt = "pepper" * 100_000
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for n in range(10):
+        edge.handle([stored(n, cache_salt=f"{salt}{n}")])
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < len(salt)
+    assert doubts(edge.handle([stored(99, cache_salt=f"{salt}3")])) == []
+    assert held(edge) >= set(chain_of(99, salt=f"{salt}3"))
 
 
 def test_a_tier_can_be_cleared_alone(edge: Edge) -> None:
@@ -515,7 +530,7 @@ def test_clearing_takes_the_reuse_points_along(edge: Edge) -> None:
     assert points(edge, 1, 2) == {1, 2}
 
 
-# --- restarts, audits, the serve pool ----------------------------------------------------------
+# --- restarts, doubts ---------------------------------------------------------------------------
 
 
 def test_f1_an_engine_that_began_anew_holds_nothing(edge: Edge) -> None:
@@ -541,6 +556,90 @@ def test_what_a_doubt_leaves_unconfirmed_can_be_forgotten() -> None:
 def test_a_doubt_that_is_taken_back_forgets_nothing(edge: Edge) -> None:
     edge.handle([stored(1), RawDoubted("lost 3 to 9"), RawDoubted("")])
     assert edge.handle([RawForgotten()]) == []
+
+
+# --- blocks of another size ---------------------------------------------------------------------
+
+REASON = "the engine's blocks have 8 tokens, told were 4"
+
+
+def large(*names: int, parent: int | None = None, group: int = 0) -> RawStored:
+    """Say that blocks twice as long as told are held."""
+    packed = b"".join(tokens_of(name, name) for name in names)
+    return RawStored(names, parent, packed, group=group)
+
+
+def doubts(events: list[KvEvent]) -> list[str]:
+    return [event.reason for event in events if isinstance(event, Doubted)]
+
+
+def test_f51_blocks_of_another_size_are_a_doubt_that_names_both_and_the_flag(edge: Edge) -> None:
+    (reason,) = doubts(edge.handle([large(1), large(2, 3)]))
+    assert reason.startswith(REASON)
+    assert "--block-tokens 8" in reason
+    assert edge.doubt == reason
+    assert edge.counters.rejected_events == 2
+
+
+def test_it_is_taken_back_by_a_block_of_the_right_size_while_none_of_another_is_held(
+    edge: Edge,
+) -> None:
+    edge.handle([large(1, 2)])
+    assert doubts(edge.handle([stored(5)])) == []
+    assert doubts(edge.handle([removed(1)])) == []
+    assert doubts(edge.handle([stored(6), removed(2)])) == []
+    assert doubts(edge.handle([stored(7)])) == [""]
+    assert edge.counters.unknown_removals == 0
+    assert edge.doubt == ""
+
+
+@pytest.mark.parametrize(
+    "end", [RawCleared(None), RawCleared(Tier.hbm), RawLost(1, listing_follows=True)]
+)
+def test_what_ends_with_a_tier_is_missing_no_longer(edge: Edge, end: RawCleared | RawLost) -> None:
+    edge.handle([large(1)])
+    assert doubts(edge.handle([RawCleared(Tier.dram), stored(5)])) == []
+    assert doubts(edge.handle([end, stored(5)])) == [""]
+
+
+def test_a_doubt_that_others_take_back_leaves_our_own(edge: Edge) -> None:
+    edge.handle([RawDoubted("lost 3 to 9")])
+    (both,) = doubts(edge.handle([large(1)]))
+    assert both.startswith("lost 3 to 9; the engine's blocks")
+    (own,) = doubts(edge.handle([RawDoubted("")]))
+    assert own.startswith(REASON)
+    edge.handle([RawDoubted("lost 9"), RawForgotten()])
+    assert doubts(edge.handle([RawDoubted(""), stored(5)]))[-1] == ""
+    edge.handle([large(1), RawRestarted("sequence 0 again")])
+    assert edge.doubt == ""
+
+
+def test_a_short_block_alone_is_the_end_of_a_prompt_and_no_doubt(edge: Edge) -> None:
+    def short(name: int, parent: int | None) -> RawStored:
+        return RawStored((name,), parent, tokens_of(name)[:8])
+
+    assert doubts(edge.handle([stored(1), short(2, 1), short(3, 1)])) == []
+    (reason,) = doubts(edge.handle([short(4, 3)]))
+    assert "blocks have 2 tokens" in reason
+    edge.handle([RawRestarted("sequence 0 again")])
+    (reason,) = doubts(edge.handle([RawStored((7, 8), None, tokens_of(7))]))
+    assert "blocks have 2 tokens" in reason
+
+
+def test_blocks_of_groups_that_decide_nothing_are_no_doubt(edge: Edge) -> None:
+    edge.handle([RawGroupSeen(1, "sliding_window", 9, 4)])
+    assert doubts(edge.handle([large(1, group=1), large(2, group=2)])) == []
+
+
+def test_blocks_of_another_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.worker_hooks.misfits.MAX_MISFITS", 2)
+    edge = Edge(MODEL, DESCRIPTOR)
+    edge.handle([large(1, 2, 3), removed(1, 2, 3)])
+    assert doubts(edge.handle([stored(5)])) == []
+    assert doubts(edge.handle([RawCleared(None), stored(5)])) == [""]
+
+
+# --- audits, the serve pool ---------------------------------------------------------------------
 
 
 def test_f21_an_audit_shows_what_the_engine_counts_otherwise(edge: Edge) -> None:

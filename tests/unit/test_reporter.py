@@ -1,5 +1,7 @@
 """From the records of a ring to the outbox."""
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -20,13 +22,15 @@ from kvatlas.worker_hooks.raw_events import (
     RawEvent,
     RawGroupSeen,
     RawHeld,
+    RawListed,
     RawRestarted,
+    RawStored,
     encode_raw,
 )
-from kvatlas.worker_hooks.reporter import Reported, Reporter
+from kvatlas.worker_hooks.reporter import MAX_AUDIT_SECONDS, Reported, Reporter
 from kvatlas.worker_hooks.ring import Lost
 from testkit.builders import up
-from testkit.engine_words import DESCRIPTOR, MODEL, stored
+from testkit.engine_words import DESCRIPTOR, MODEL, stored, tokens_of
 
 
 class Reporting:
@@ -39,8 +43,8 @@ class Reporting:
         self.reporter.begin_epoch(1)
         self._now = 0.0
 
-    def report(self, *events: RawEvent, writer_lists: bool = False) -> Reported:
-        return self.reporter.report(map(encode_raw, events), writer_lists)
+    def report(self, *events: RawEvent, writer_lists: bool = False, now: float = 0.0) -> Reported:
+        return self.reporter.report(map(encode_raw, events), writer_lists, now)
 
     def said(self) -> list[KvEvent]:
         self._now += 1.0
@@ -138,6 +142,54 @@ def test_an_audit_that_differs_asks_for_a_listing(
     assert reported.wants_listing is asks
 
 
+def test_an_engine_that_goes_on_to_count_otherwise_is_asked_less_and_less_often(
+    reporting: Reporting,
+) -> None:
+    asked = [
+        second
+        for second in range(900)
+        if reporting.report(
+            RawHeld(5), RawListed(True), writer_lists=True, now=second
+        ).wants_listing
+    ]
+    waits = [after - before for before, after in itertools.pairwise(asked)]
+    assert waits[:10] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert max(waits) == MAX_AUDIT_SECONDS
+
+
+def test_patience_comes_back_with_time_and_with_another_incarnation(reporting: Reporting) -> None:
+    def asks(now: float, *events: RawEvent) -> bool:
+        return reporting.report(*events, RawHeld(5), writer_lists=True, now=now).wants_listing
+
+    assert [asks(now) for now in (0.0, 0.5, 1.0, 2.5, 3.0)] == [True, False, True, False, True]
+    assert asks(3.1, RawRestarted("sequence 0 again"))
+    assert [asks(now) for now in (1000.0, 1001.0, 1002.0)] == [True, True, False]
+
+
+def test_a_loss_is_listed_at_once_however_often_the_engine_was_asked(reporting: Reporting) -> None:
+    for second in range(5):
+        reporting.report(RawHeld(5), writer_lists=True, now=second)
+    assert reporting.reporter.report([Lost(3)], writer_lists=True, now=5.0).wants_listing
+
+
+def test_values_as_deep_as_the_stack_are_counted(reporting: Reporting) -> None:
+    for depth in range(800, 1000):
+        entry = '{"key": ' * depth + "1" + "}" * depth
+        fields = f'"event_type": "store", "tier": "l1", "entries": [{entry}]'
+        reporting.report(RawEngineBatch("lmcache", f"{{{fields}}}".encode()))
+    assert reporting.reporter.counters()["malformed_events"] > 0
+
+
+def test_the_edges_own_doubt_is_said_again_with_each_inventory(reporting: Reporting) -> None:
+    reporting.report(RawStored((1,), None, tokens_of(1, 2)))
+    (doubt,) = reporting.said()
+    reporting.report(RawDoubted(""))
+    reporting.said()
+    reporting.reporter.put_inventory()
+    assert isinstance(doubt, Doubted)
+    assert reporting.said()[1] == doubt
+
+
 def test_where_nothing_can_be_listed_an_audit_asks_for_nothing(reporting: Reporting) -> None:
     assert not reporting.report(RawHeld(5), writer_lists=False).wants_listing
 
@@ -145,5 +197,5 @@ def test_where_nothing_can_be_listed_an_audit_asks_for_nothing(reporting: Report
 def test_after_a_loss_what_is_known_becomes_the_inventory(reporting: Reporting) -> None:
     reporting.report(stored(1))
     reporting.said()
-    reporting.reporter.report([Lost(3)], writer_lists=False)
+    reporting.reporter.report([Lost(3)], writer_lists=False, now=0.0)
     assert Inventory in reporting.kinds()

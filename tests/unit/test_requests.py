@@ -10,19 +10,23 @@ import pytest
 
 from kvatlas.indexer import prompt_kernel
 from kvatlas.router.requests import (
+    HashedPrompt,
     Report,
     ScoreRequest,
     decode_report,
     decode_score_request,
 )
 from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedContentType
-from kvatlas.schemas.hashing import Extra
+from kvatlas.schemas.hashing import Extra, HashAlgorithm
 from kvatlas.schemas.settings import RouterSettings
 
 prompt_kernel.warm()
 SETTINGS = RouterSettings(max_prompt_tokens=100)
 TOKENS = array("I", [1, 2, 2**32 - 1]).tobytes()
 JSON, MSGPACK = "application/json", "application/x-msgpack"
+OCTETS = "application/octet-stream"
+HASHES = bytes(range(64))
+DIGITS = [HASHES[at : at + 16].hex() for at in range(0, 64, 16)]
 
 
 def from_json(body: bytes | dict[str, Any]) -> ScoreRequest:
@@ -35,6 +39,10 @@ def from_msgpack(body: bytes | dict[str, Any]) -> ScoreRequest:
     return decode_score_request(raw, MSGPACK, SETTINGS)
 
 
+def from_octets(body: bytes, query: bytes = b"model=m", salt: bytes | None = None) -> ScoreRequest:
+    return decode_score_request(body, OCTETS, SETTINGS, query, salt)
+
+
 @pytest.mark.parametrize(
     "request_of",
     [
@@ -42,8 +50,9 @@ def from_msgpack(body: bytes | dict[str, Any]) -> ScoreRequest:
         lambda: from_json({"model": "m", "token_ids_b64": base64.b64encode(TOKENS).decode()}),
         lambda: from_msgpack({"model": "m", "token_ids": [1, 2, 2**32 - 1]}),
         lambda: from_msgpack({"model": "m", "tokens": TOKENS}),
+        lambda: from_octets(TOKENS),
     ],
-    ids=["json list", "json base64", "msgpack list", "msgpack packed"],
+    ids=["json list", "json base64", "msgpack list", "msgpack packed", "octets"],
 )
 def test_every_form_says_the_same(request_of: Callable[[], ScoreRequest]) -> None:
     assert request_of() == ScoreRequest("m", TOKENS)
@@ -248,7 +257,198 @@ def test_no_error_and_no_text_repeats_a_prompt_or_a_salt() -> None:
         assert "s3cret" not in str(refused.value)
 
 
+class TestHashes:
+    @pytest.mark.parametrize(
+        "request_of",
+        [
+            lambda: from_json({"model": "m", "block_hashes": DIGITS}),
+            lambda: from_json({"model": "m", "block_hashes": [each.upper() for each in DIGITS]}),
+            lambda: from_json(
+                {"model": "m", "block_hashes_b64": base64.b64encode(HASHES).decode()}
+            ),
+            lambda: from_msgpack({"model": "m", "block_hashes": HASHES}),
+        ],
+        ids=["json list", "json upper case", "json base64", "msgpack packed"],
+    )
+    def test_every_form_says_the_same(self, request_of: Callable[[], ScoreRequest]) -> None:
+        assert request_of() == ScoreRequest("m", b"", hashed=HashedPrompt(HASHES))
+
+    @pytest.mark.parametrize(
+        "items",
+        [
+            '"{0}","{1}"',
+            '"{0}", "{1}"',
+            '"{0}" ,"{1}"',
+            '"{0}","{1}" ',
+            '"{0}",\n"{1}"',
+            '"\\u0030{2}","{1}"',
+        ],
+    )
+    def test_a_list_may_be_written_in_any_way(self, items: str) -> None:
+        digits = ["0" + DIGITS[0][1:], DIGITS[1]]
+        text = items.format(*digits, digits[0][1:])
+        request = from_json(f'{{"model":"m","block_hashes":[{text}]}}'.encode())
+        assert request.hashed == HashedPrompt(bytes.fromhex("".join(digits)))
+
+    @pytest.mark.parametrize(
+        "items",
+        [
+            '"{0}""{1}"',
+            '"{0}","{1}","',
+            '"{0}0","{2}"',
+            '"{0}","{1}',
+            '"{0}","{1}]',
+            '"{0}","{1}",1',
+            '"{0}","{1}",""',
+            '"","{0}"',
+            '"{0}","","{1}"',
+            '"{0}:","{2}"',
+            '" {2}","{1}"',
+        ],
+    )
+    def test_what_looks_like_a_list_of_hashes_is_none(self, items: str) -> None:
+        text = items.format(DIGITS[0], DIGITS[1], DIGITS[1][1:])
+        with pytest.raises(InvalidRequest):
+            from_json(f'{{"model":"m","block_hashes":[{text}]}}'.encode())
+
+    def test_everything_optional_is_read(self) -> None:
+        body = {
+            "model": "m",
+            "lora": "l",
+            "block_tokens": 16,
+            "algorithm": "sha256_128",
+            "num_tokens": 70,
+            "max_candidates": 3,
+        }
+        hashed = HashedPrompt(HASHES, 16, HashAlgorithm.sha256_128, 70)
+        expected = ScoreRequest("m", b"", "l", max_candidates=3, hashed=hashed)
+        assert from_json({**body, "block_hashes": DIGITS}) == expected
+        assert from_msgpack({**body, "block_hashes": HASHES}) == expected
+
+    def test_a_prompt_shorter_than_a_block_has_no_hashes(self) -> None:
+        request = from_json({"model": "m", "block_hashes": [], "num_tokens": 5})
+        assert request.hashed == HashedPrompt(b"", num_tokens=5)
+
+    @pytest.mark.parametrize(
+        ("more", "field", "problem"),
+        [
+            ({"block_hashes": []}, "block_hashes", "an empty prompt"),
+            ({"block_hashes": ["0" * 31]}, "block_hashes[0]", "expected 32 hex digits"),
+            ({"block_hashes": [DIGITS[0], "g" * 32]}, "block_hashes[1]", "expected 32 hex digits"),
+            ({"block_hashes": ["0" * 30 + "  "]}, "block_hashes[0]", "expected 32 hex digits"),
+            ({"block_hashes": ["0" * 31, "0" * 33]}, "block_hashes[0]", "expected 32 hex digits"),
+            ({"block_hashes": ["\u0660" * 32]}, "block_hashes[0]", "expected 32 hex digits"),
+            ({"block_hashes": [1]}, "block_hashes[0]", "expected `str`, got `int`"),
+            ({"block_hashes": "00"}, "block_hashes", "expected `array"),
+            (
+                {"block_hashes_b64": "AAAA"},
+                "block_hashes_b64",
+                "3 bytes, expected a multiple of 16",
+            ),
+            ({"block_hashes": DIGITS, "token_ids": [1]}, "block_hashes", "beside token_ids"),
+            ({"block_hashes": DIGITS, "block_hashes_b64": ""}, "block_hashes_b64", "beside block"),
+            ({"block_hashes": DIGITS, "cache_salt": ""}, "cache_salt", "is part of the hashes"),
+            (
+                {
+                    "block_hashes": DIGITS,
+                    "extras": [{"kind": "k", "id": "i", "offset": 0, "length": 1}],
+                },
+                "extras",
+                "is part of the hashes",
+            ),
+            ({"block_hashes": DIGITS, "block_tokens": 0}, "block_tokens", ">= 1"),
+            ({"block_hashes": DIGITS, "block_tokens": 65_537}, "block_tokens", "<= 65536"),
+            ({"block_hashes": DIGITS, "algorithm": "md5"}, "algorithm", "nvalid enum value"),
+            ({"block_hashes": DIGITS, "num_tokens": 0}, "num_tokens", ">= 1"),
+            ({"token_ids": [1], "block_tokens": 16}, "block_tokens", "beside hashes only"),
+            ({"token_ids": [1], "algorithm": "sha256_128"}, "algorithm", "beside hashes only"),
+            ({"token_ids": [1], "num_tokens": 1}, "num_tokens", "beside hashes only"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, more: dict[str, Any], field: str, problem: str) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            from_json({"model": "m", **more})
+        assert refused.value.field == field
+        assert problem in refused.value.problem
+
+    def test_packed_hashes_are_whole(self) -> None:
+        with pytest.raises(InvalidRequest, match="block_hashes: 15 bytes, expected a multiple"):
+            from_msgpack({"model": "m", "block_hashes": HASHES[:15]})
+        with pytest.raises(InvalidRequest, match=r"block_hashes: expected .*got `array`"):
+            from_msgpack({"model": "m", "block_hashes": DIGITS})
+
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {"block_hashes": DIGITS, "block_tokens": 26},
+            {"block_hashes": DIGITS * 26},
+            {"block_hashes": DIGITS, "num_tokens": 101},
+        ],
+    )
+    def test_too_long_a_prompt_is_told_apart(self, more: dict[str, Any]) -> None:
+        with pytest.raises(PromptTooLarge, match=r"10[14] tokens, the limit is 100"):
+            from_json({"model": "m", **more})
+
+    def test_no_text_repeats_a_hash(self) -> None:
+        request = from_json({"model": "m", "block_hashes": DIGITS})
+        assert str(request) == "ScoreRequest(model='m', HashedPrompt(num_blocks=4))"
+
+
+class TestOctets:
+    def test_everything_optional_stands_beside_them(self) -> None:
+        query = b"model=a%2Fb&lora=l+x&max_candidates=3"
+        expected = ScoreRequest("a/b", TOKENS, "l x", "s\u00e9", max_candidates=3)
+        assert from_octets(TOKENS, query, "s\u00e9".encode()) == expected
+
+    def test_an_empty_salt_is_one(self) -> None:
+        assert from_octets(TOKENS, salt=b"").cache_salt == ""
+
+    @pytest.mark.parametrize(
+        ("body", "query", "salt", "field", "problem"),
+        [
+            (b"", b"model=m", None, "body", "an empty prompt"),
+            (b"12345", b"model=m", None, "body", "expected a multiple of 4"),
+            (TOKENS, b"", None, "model", "required field is missing"),
+            (TOKENS, b"lora=l", None, "model", "required field is missing"),
+            (TOKENS, b"model=", None, "model", "length"),
+            (TOKENS, b"model=m&model=n", None, "query", "twice"),
+            (TOKENS, b"model=m&x=1", None, "x", "unknown field"),
+            (TOKENS, b"model=%ff", None, "query", "percent-encoded"),
+            (TOKENS, b"model=m\xff", None, "query", "percent-encoded"),
+            (TOKENS, b"model=m&" + b"&".join([b"x=1"] * 9), None, "query", "name=value"),
+            (TOKENS, b"model=m&max_candidates=0", None, "max_candidates", ">= 1"),
+            (TOKENS, b"model=m&max_candidates=x", None, "max_candidates", "expected `int"),
+            (TOKENS, b"model=m&cache_salt=s3cret", None, "cache_salt", "not in a URL"),
+            (TOKENS, b"model=m", b"\xff", "x-kvatlas-cache-salt", "UTF-8"),
+            (TOKENS, b"model=m", b"s" * 4097, "x-kvatlas-cache-salt", "at most 4096"),
+        ],
+    )
+    def test_what_is_wrong_is_named(
+        self, body: bytes, query: bytes, salt: bytes | None, field: str, problem: str
+    ) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            from_octets(body, query, salt)
+        assert refused.value.field == field
+        assert problem in refused.value.problem
+        assert "s3cret" not in str(refused.value)
+
+    def test_too_long_a_prompt_is_told_apart(self) -> None:
+        with pytest.raises(PromptTooLarge, match="body: 101 tokens, the limit is 100"):
+            from_octets(bytes(4 * 101))
+
+    @pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+    def test_nothing_stands_beside_another_body(self, content_type: str) -> None:
+        with pytest.raises(InvalidRequest, match="query: expected none"):
+            decode_score_request(b"{}", content_type, SETTINGS, b"model=m")
+        with pytest.raises(InvalidRequest, match="x-kvatlas-cache-salt: expected cache_salt in"):
+            decode_score_request(b"{}", content_type, SETTINGS, b"", b"s")
+
+
 class TestReports:
+    def test_octets_are_no_report(self) -> None:
+        with pytest.raises(UnsupportedContentType, match="expected one of"):
+            decode_report(b"1234", OCTETS)
+
     def test_nothing_has_to_be_said(self) -> None:
         assert decode_report(b"", "") == decode_report(b"{}", JSON) == Report()
 

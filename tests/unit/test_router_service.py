@@ -115,7 +115,7 @@ class TestRoute:
         assert answer.worker == "w2"
 
     def test_decisions_have_ids_that_differ_and_sort(self, fleet: Fleet) -> None:
-        router = RouterUnderTest(fleet, StillFeed(), fleet.router().settings)
+        router = RouterUnderTest(fleet, StillFeed(), fleet.router().settings, True)
         router._new_id = router._timed_id
         ids = []
         for _ in range(10):

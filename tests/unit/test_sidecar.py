@@ -5,6 +5,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import pytest
@@ -31,6 +32,8 @@ from kvatlas.schemas.transfer import (
     decode_transfer_answer,
     encode_transfer,
 )
+from kvatlas.worker_hooks import sidecar_service
+from kvatlas.worker_hooks.exchange import BlockExchange
 from kvatlas.worker_hooks.raw_events import RawStored
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
 from testkit.fold import Fold
@@ -363,6 +366,7 @@ async def test_blocks_travel_between_two_sidecars(tmp_path: Path) -> None:
         assert [index for index, _ in ended.missing] == [2]
         assert ended.num_bytes == 2 * BLOCK_BYTES
         assert ended.transport == "memory"
+        assert (await b.channel.status()).counters["pulled_blocks"] == 2
         assert b.pool.block(8) == blocks[1] * (BLOCK_BYTES // 16)
         assert (await b.channel.status()).transport == "memory"
 
@@ -395,13 +399,49 @@ async def test_blocks_asked_for_in_vain_are_removed_from_the_index(tmp_path: Pat
         assert digest_of(fold.held[Tier.hbm]) == digest_of(chain_of(1))
 
 
+class GatedExchange(BlockExchange):
+    """An exchange whose transport is loaded when the gate opens."""
+
+    gate: asyncio.Event
+
+    async def __aenter__(self) -> Self:
+        await self.gate.wait()
+        return await super().__aenter__()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    GatedExchange.gate = asyncio.Event()
+    monkeypatch.setattr(sidecar_service, "BlockExchange", GatedExchange)
+    return GatedExchange.gate
+
+
+async def test_a_pull_waits_while_the_transport_loads(tmp_path: Path, gate: asyncio.Event) -> None:
+    fabric = MemoryFabric()
+    async with (
+        a_broker() as (broker, _),
+        beside(sidecar_options(tmp_path, transport="memory"), broker.connect(), fabric) as one,
+    ):
+        asked = [
+            asyncio.create_task(one.channel.pull(bytes(16), [0], [], seconds))
+            for seconds in (0.05, 30.0)
+        ]
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result().missing for task in done] == [((0, "no_transport"),)]
+        assert len(waiting) == 1
+        gate.set()
+        [ended] = await asyncio.gather(*waiting)
+        assert ended.missing == ((0, "no_owner"),)
+        counters = (await one.channel.status()).counters
+        assert (counters["missing_no_transport"], counters["missing_no_owner"]) == (1, 1)
+        assert counters["pulled_blocks"] == 0
+
+
 async def test_without_a_transport_pulls_and_leases_say_so(tmp_path: Path) -> None:
     async with (
         a_broker() as (broker, bus),
         beside(sidecar_options(tmp_path), broker.connect()) as one,
     ):
-        early = await one.channel.pull(bytes(16), [0], [InstanceId("a", 0)], 0.5)
-        assert early.missing == ((0, "no_transport"),)
         await until(lambda: one.sidecar._exchange is not None)
         ended = await one.channel.pull(bytes(32), [0, 1], [InstanceId("a", 0)], 0.5)
         assert ended.missing == ((0, "no_transport"), (1, "no_transport"))

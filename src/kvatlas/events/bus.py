@@ -15,6 +15,8 @@ from typing import Literal, Protocol, Self
 
 from msgspec import Struct
 
+from kvatlas.events.objects import ObjectStore
+
 
 class Message(Struct, frozen=True, gc=False):
     """One message of a stream."""
@@ -239,6 +241,25 @@ class Bus(Protocol):
         """
         ...
 
+    async def announce(self, subject: str, payload: bytes) -> None:
+        """Say something to whoever listens now; nothing of it is kept.
+
+        Raises BusUnavailable when there is no broker. What is on its way may still be lost.
+        """
+        ...
+
+    async def listen(self, subject: str, on_payload: Callable[[bytes], None]) -> Subscription:
+        """Call back with what is announced on a subject, own announcements included.
+
+        In order for each announcer. What is said while the broker is away is lost. Returns when
+        announcements arrive.
+        """
+        ...
+
     def keys(self, bucket: str) -> KeyValue:
         """Return a bucket; it is created at its first use if there is none."""
+        ...
+
+    def objects(self, bucket: str) -> ObjectStore:
+        """Return a bucket of objects; it is created at its first `put` if there is none."""
         ...

@@ -24,6 +24,7 @@ from kvatlas.events.bus import (
     StreamSpec,
 )
 from kvatlas.events.memory_keys import MemoryBucket, MemoryKeyValue
+from kvatlas.events.memory_objects import MemoryObjects, ObjectBucket
 from kvatlas.events.memory_stream import Faults, MemoryStream
 from kvatlas.events.streams import subject_matches
 from kvatlas.schemas.errors import (
@@ -52,7 +53,9 @@ class MemoryBroker:
         self.faults = Faults()
         self._streams: dict[str, MemoryStream] = {}
         self._buckets: dict[str, MemoryBucket] = {}
+        self._object_buckets: dict[str, ObjectBucket] = {}
         self._services: dict[str, list[_MemoryService]] = {}
+        self._listeners: dict[str, list[_MemoryListener]] = {}
 
     def connect(self) -> "MemoryBus":
         """Return a new connection; enter it to use it."""
@@ -92,9 +95,19 @@ class MemoryBroker:
             self._buckets[name] = MemoryBucket(self.clock, self._is_clock_ours)
         return self._buckets[name]
 
+    def object_bucket(self, name: str) -> ObjectBucket:
+        """Return a bucket of objects, a new one if there is none."""
+        if name not in self._object_buckets:
+            self._object_buckets[name] = ObjectBucket(self._now_ns)
+        return self._object_buckets[name]
+
     def services(self, subject: str) -> "list[_MemoryService]":
         """Return who serves a subject, for reading and changing."""
         return self._services.setdefault(subject, [])
+
+    def listeners(self, subject: str) -> "list[_MemoryListener]":
+        """Return who listens on a subject, for reading and changing."""
+        return self._listeners.setdefault(subject, [])
 
     def _now_ns(self) -> int:
         return time.time_ns() if self._is_clock_ours else int(self.clock() * 1e9)
@@ -214,8 +227,22 @@ class MemoryBus:
         self.own(service)
         return service
 
+    async def announce(self, subject: str, payload: bytes) -> None:
+        self.check_connected()
+        for listener in self._broker.listeners(subject):
+            listener.hear(payload)
+
+    async def listen(self, subject: str, on_payload: Callable[[bytes], None]) -> "_MemoryListener":
+        self.check_connected()
+        listener = _MemoryListener(self, self._broker.listeners(subject), on_payload)
+        self.own(listener)
+        return listener
+
     def keys(self, bucket: str) -> MemoryKeyValue:
         return MemoryKeyValue(self, self._broker.bucket(bucket))
+
+    def objects(self, bucket: str) -> MemoryObjects:
+        return MemoryObjects(self, self._broker.object_bucket(bucket))
 
     def own(self, part: _Part) -> None:
         """Close the part with the bus and wake it when the connection changes."""
@@ -354,6 +381,39 @@ class MemoryFollower:
             self._subjects is None or subject_matches(self._subjects, message.subject)
         ):
             self._on_message(message)
+
+
+class _MemoryListener:
+    """The `Subscription` of `listen` within one process."""
+
+    def __init__(
+        self,
+        bus: MemoryBus,
+        listeners: "list[_MemoryListener]",
+        on_payload: Callable[[bytes], None],
+    ) -> None:
+        self._bus, self._listeners, self._on_payload = bus, listeners, on_payload
+        self._is_open = True
+        self.num_healed = 0
+        listeners.append(self)
+
+    def hear(self, payload: bytes) -> None:
+        """Call back in the event loop's next round."""
+        if self._bus.connected:
+            asyncio.get_running_loop().call_soon(self._deliver, payload)
+
+    def wake(self) -> None:
+        """Nothing waits here."""
+
+    async def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._listeners.remove(self)
+            self._bus.forget(self)
+
+    def _deliver(self, payload: bytes) -> None:
+        if self._is_open:
+            self._on_payload(payload)
 
 
 class _MemoryService:

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig, StreamInfo
 from nats.js.errors import BadRequestError, NotFoundError
 
@@ -24,18 +25,25 @@ from kvatlas.events.bus import (
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PENDING_BYTES, PENDING_MESSAGES
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE
+from kvatlas.events.nats_fast_ingest import BUSY_MESSAGES
 from kvatlas.events.nats_follow import NatsFollower
 from kvatlas.events.nats_keys import NatsKeyValue
+from kvatlas.events.nats_listening import NatsListener
+from kvatlas.events.nats_objects import NatsObjects
 from kvatlas.events.nats_publisher import ACK_SECONDS, MAX_UNACKED, MAX_UNACKED_BYTES, NatsPublisher
 from kvatlas.events.nats_read import read_range
 from kvatlas.events.nats_service import ERROR_HEADER, NatsService
 from kvatlas.schemas.errors import BusUnavailable, NoResponder, RequestFailed
 
+#: version of the broker that has fast ingest, ADR-0007
+BATCHES_SINCE = (2, 14)
+
 _logger = logging.getLogger(__name__)
 
 
 class _Part(Protocol):
-    is_closed: bool
+    @property
+    def is_closed(self) -> bool: ...
 
     async def close(self) -> None: ...
 
@@ -54,8 +62,11 @@ class NatsBus:
         follow        $JS.API.STREAM.INFO.S, $JS.API.CONSUMER.CREATE.S.>, $JS.FC.S.>
         read_range    $JS.API.CONSUMER.CREATE.S.>, $JS.API.CONSUMER.MSG.NEXT.S.>
         keys          $KV.B.>, $JS.API.STREAM.MSG.GET.KV_B; to watch, as follow of KV_B
-        to make one   $JS.API.STREAM.CREATE.S or .KV_B, for whoever is there first
+        objects       $O.B.>, $JS.API.STREAM.INFO.OBJ_B, $JS.API.STREAM.MSG.GET.OBJ_B; to read
+                      one, as follow of OBJ_B; to replace or delete, $JS.API.STREAM.PURGE.OBJ_B
+        to make one   $JS.API.STREAM.CREATE.S, .KV_B or .OBJ_B, for whoever is there first
         serve         _INBOX.> (answers)
+        announce, listen   the subject itself
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class NatsBus:
         max_unacked: int = MAX_UNACKED,
         max_unacked_bytes: int = MAX_UNACKED_BYTES,
         ack_seconds: float = ACK_SECONDS,
+        busy_messages: int = BUSY_MESSAGES,
         pending_messages: int = PENDING_MESSAGES,
         pending_bytes: int = PENDING_BYTES,
     ) -> None:
@@ -85,6 +97,7 @@ class NatsBus:
         self._replicas = replicas
         self._max_unacked, self._max_unacked_bytes = max_unacked, max_unacked_bytes
         self._ack_seconds = ack_seconds
+        self._busy_messages = busy_messages
         self._pending_messages, self._pending_bytes = pending_messages, pending_bytes
         self._is_open = self._is_closed = False
         #: all that was handed out; closed with the bus, last first
@@ -154,6 +167,8 @@ class NatsBus:
 
         async def declare(client: Client) -> StreamInfo:
             manager = client.jsm()
+            # an older broker refuses a stream with a setting that it does not know
+            wanted.allow_batched = _knows_batches(client) or None
             try:
                 return await manager.stream_info(stream.name)
             except NotFoundError:
@@ -178,6 +193,7 @@ class NatsBus:
             self._max_unacked,
             self._max_unacked_bytes,
             self._ack_seconds,
+            self._busy_messages,
         )
         self._own(publisher)
         publisher.start()
@@ -233,8 +249,25 @@ class NatsBus:
         await service.start()
         return service
 
+    async def announce(self, subject: str, payload: bytes) -> None:
+        await self._connection.call(
+            f"announcement on {subject}", lambda client: client.publish(subject, payload)
+        )
+
+    async def listen(self, subject: str, on_payload: Callable[[bytes], None]) -> NatsListener:
+        async def arrived(client: Client, message: Msg) -> None:
+            on_payload(message.data)
+
+        listener = NatsListener(self._connection, subject, arrived)
+        self._own(listener)
+        await listener.start()
+        return listener
+
     def keys(self, bucket: str) -> NatsKeyValue:
         return NatsKeyValue(self._connection, bucket, self._replicas, self._own)
+
+    def objects(self, bucket: str) -> NatsObjects:
+        return NatsObjects(self._connection, bucket, self._replicas, self._own)
 
     def _own(self, part: _Part) -> None:
         if self._is_closed:
@@ -261,6 +294,14 @@ def _config(stream: StreamSpec) -> StreamConfig:
         duplicate_window=min(stream.duplicate_window_seconds, stream.max_age_seconds),
         allow_direct=True,
     )
+
+
+def _knows_batches(client: Client) -> bool:
+    version = client.connected_server_version
+    try:
+        return (version.major, version.minor) >= BATCHES_SINCE
+    except ValueError:
+        return False  # a build of somebody's own, with a version of their own
 
 
 def _differences(

@@ -1,18 +1,16 @@
-"""Serving requests over core NATS: a subscription that follows the connection."""
+"""Serving requests over core NATS."""
 
 import asyncio
 import logging
 from contextlib import suppress
-from functools import partial
 
-import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvatlas.events.bus import OnRequest
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS
-from kvatlas.schemas.errors import BusUnavailable
+from kvatlas.events.nats_listening import NatsListener
 
 #: a reply with this header is an error, told by its value
 ERROR_HEADER = "Kvatlas-Error"
@@ -27,56 +25,30 @@ class NatsService:
     """The `Subscription` of `serve`."""
 
     def __init__(self, connection: NatsConnection, subject: str, handler: OnRequest) -> None:
-        self._connection, self._subject, self._handler = connection, subject, handler
+        self._subject, self._handler = subject, handler
+        self._listener = NatsListener(connection, subject, self._on_request)
         #: requests being answered
         self._open: set[asyncio.Task[None]] = set()
-        self._task: asyncio.Task[None] | None = None
-        #: of `start`: done when requests arrive or never will
-        self._first: asyncio.Future[None] | None = None
-        self.num_healed = 0
-        self.is_closed = False
+
+    @property
+    def num_healed(self) -> int:
+        return self._listener.num_healed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._listener.is_closed
 
     async def start(self) -> None:
         """Return when requests arrive."""
-        self._first = first = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._run(first))
-        try:
-            await first
-        except asyncio.CancelledError:
-            await self.close()
-            raise
+        await self._listener.start()
 
     async def close(self) -> None:
-        self.is_closed = True
-        tasks = {task for task in (self._task, *self._open) if task is not None}
-        for task in tasks:
+        await self._listener.close()
+        for task in tuple(self._open):
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        if self._first is not None and not self._first.done():
-            self._first.set_exception(BusUnavailable("the bus is closed"))
-
-    async def _run(self, first: asyncio.Future[None]) -> None:
-        client: Client | None = None
-        while True:
-            client = await self._connection.next_client(client)
-            try:
-                subscription = await client.subscribe(
-                    self._subject, cb=partial(self._on_request, client)
-                )
-            except DRIVER_ERRORS as error:
-                _logger.warning("cannot serve %s yet: %s", self._subject, error)
-                continue
-            try:
-                await self._connection.settle(client)
-                if first.done():
-                    self.num_healed += 1
-                else:
-                    first.set_result(None)
-                await self._connection.lost(client)
-            finally:
-                with suppress(nats.errors.Error):  # its connection is gone, and it with it
-                    await subscription.unsubscribe()
+        if self._open:
+            await asyncio.wait(self._open)
 
     async def _on_request(self, client: Client, request: Msg) -> None:
         if len(self._open) >= MAX_OPEN_REQUESTS:

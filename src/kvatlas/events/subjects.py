@@ -5,6 +5,8 @@
     kv.lease.<worker>.<rank>              request: lease blocks at the instance's sidecar
     kv.inventory.<worker>.<rank>          request: publish your inventory
     kv.decisions.<model>                  decisions of routers
+    kv.routers                            announcements of routers to one another
+    kv.router.<id>                        request: a decision of this router
 
 A token keeps letters, digits, `-` and `_`; every other byte of the UTF-8 name becomes `=XX`
 (upper-case hex), an empty name becomes `=`. So names never collide and never split a subject.
@@ -15,6 +17,9 @@ from functools import lru_cache
 
 from kvatlas.schemas.errors import InvalidSubject
 from kvatlas.schemas.ids import InstanceId
+
+#: where routers tell one another what they gave to whom
+ROUTERS = "kv.routers"
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
@@ -65,6 +70,11 @@ def inventory_subject(instance: InstanceId) -> str:
 def decisions_subject(model: str) -> str:
     """Return where routers publish decisions about a model."""
     return f"kv.decisions.{escape_token(model)}"
+
+
+def router_subject(router_id: str) -> str:
+    """Return where a router answers questions about its decisions."""
+    return f"kv.router.{escape_token(router_id)}"
 
 
 def parse_events_subject(subject: str) -> tuple[str, InstanceId]:

@@ -15,7 +15,15 @@ from starlette.exceptions import HTTPException
 
 from kvatlas import __version__
 from kvatlas.router.control import control_routes
-from kvatlas.router.hot import HotRoutes, Message, Receive, Scope, Send
+from kvatlas.router.hot import (
+    HotProtocol,
+    HotRoutes,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    protocol_of,
+)
 from kvatlas.router.metrics import MeteredRouter, RouterMetrics, StateCollector
 from kvatlas.router.openapi import complete
 from kvatlas.router.problems import (
@@ -27,13 +35,16 @@ from kvatlas.router.problems import (
     problem_of,
 )
 from kvatlas.router.service import RouterService
+from kvatlas.router.siblings import Siblings
 from kvatlas.schemas.errors import KvatlasError
 
 
 class RouterApp(FastAPI):
     """A FastAPI application that answers the hot routes before FastAPI sees them."""
 
-    def __init__(self, service: RouterService, decides: bool) -> None:
+    def __init__(
+        self, service: RouterService, decides: bool, siblings: Siblings | None = None
+    ) -> None:
         super().__init__(
             title="kvatlas router",
             version=__version__,
@@ -44,14 +55,19 @@ class RouterApp(FastAPI):
         self.service = service
         self._decides = decides
         self.metrics = RouterMetrics()
-        self.metrics.registry.register(StateCollector(service))
+        self.metrics.registry.register(StateCollector(service, siblings))
         router = MeteredRouter(service, self.metrics)
         self._hot = HotRoutes(router, service.settings, self.metrics.answered, decides)
-        self.include_router(control_routes(service, self.metrics.registry))
+        self.include_router(control_routes(service, self.metrics.registry, siblings))
         self.add_exception_handler(KvatlasError, _our_error)
         self.add_exception_handler(HTTPException, _http_error)
         self.add_exception_handler(RequestValidationError, _invalid)
         self.add_exception_handler(Exception, _unexpected)
+
+    @property
+    def http_protocol(self) -> type[HotProtocol]:
+        """The protocol with which uvicorn answers hot routes fastest; without it all work too."""
+        return protocol_of(self._hot)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, hot routes included."""
@@ -86,12 +102,14 @@ class RouterApp(FastAPI):
         self.metrics.answered(getattr(route, "path", "(unmatched)"), status)
 
 
-def create_app(service: RouterService, *, decides: bool = True) -> RouterApp:
+def create_app(
+    service: RouterService, *, decides: bool = True, siblings: Siblings | None = None
+) -> RouterApp:
     """Return the application over a router; whoever owns the router's index and log runs it.
 
     One that does not decide answers /v1/score and the control API only.
     """
-    return RouterApp(service, decides)
+    return RouterApp(service, decides, siblings)
 
 
 def _answer(found: Problem, headers: dict[str, str] | None = None) -> Response:

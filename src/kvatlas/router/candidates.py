@@ -3,7 +3,7 @@
     model --serving--> instances --namespace--> groups --hash once--> chains --match--> candidates
 
 Instances that cut and name blocks alike form a group: the prompt is hashed and matched once for
-each group, and compared in tokens across them.
+each group, and compared in tokens across them. A prompt that comes as hashes belongs to one group.
 """
 
 from collections import OrderedDict
@@ -15,9 +15,9 @@ from kvatlas.indexer.reader import IndexReader, InstanceView
 from kvatlas.router.loads import Loads
 from kvatlas.router.overlay import Life, Overlay
 from kvatlas.router.pricing import NOTHING_HELD
-from kvatlas.router.requests import ScoreRequest
+from kvatlas.router.requests import HashedPrompt, ScoreRequest
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
-from kvatlas.schemas.fleet import NamespaceDescriptor, Role, WorkerInfo
+from kvatlas.schemas.fleet import NamespaceDescriptor, Role, Trust, WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Candidate, ChainGroup
@@ -34,6 +34,20 @@ class GroupKey(NamedTuple):
     lora: str | None
 
 
+class Seat(NamedTuple):
+    """What of a candidate holds as long as the fleet stands."""
+
+    instance: InstanceId
+    epoch: int
+    model: str
+    worker: str
+    rank: int
+    trust: Trust
+    group: int
+    block_tokens: int
+    kv_class: int
+
+
 class Lineup(NamedTuple):
     """The instances that may serve a model or adapter; holds as long as the fleet stands."""
 
@@ -44,6 +58,34 @@ class Lineup(NamedTuple):
     group_of: tuple[int, ...]
     #: of each view, equal where KV may be exchanged; 0 where it may not
     kv_class_of: tuple[int, ...]
+    #: the same, by view, so that a request need not gather it
+    seats: tuple[Seat, ...]
+
+    @classmethod
+    def of(
+        cls,
+        views: tuple[InstanceView, ...],
+        infos: tuple[WorkerInfo, ...],
+        groups: tuple[GroupKey, ...],
+        group_of: tuple[int, ...],
+        kv_class_of: tuple[int, ...],
+    ) -> "Lineup":
+        """Return the lineup of these."""
+        seats = tuple(
+            Seat(
+                view.instance,
+                view.epoch,
+                info.model,
+                view.instance.worker,
+                view.instance.rank,
+                view.trust,
+                group,
+                info.descriptor.block_tokens,
+                kv_class,
+            )
+            for view, info, group, kv_class in zip(views, infos, group_of, kv_class_of, strict=True)
+        )
+        return cls(views, infos, groups, group_of, kv_class_of, seats)
 
     def without(self, avoided: frozenset[InstanceId]) -> "Lineup":
         """Return the lineup less those, unless nobody would be left."""
@@ -55,6 +97,26 @@ class Lineup(NamedTuple):
             infos=tuple(self.infos[n] for n in kept),
             group_of=tuple(self.group_of[n] for n in kept),
             kv_class_of=tuple(self.kv_class_of[n] for n in kept),
+            seats=tuple(self.seats[n] for n in kept),
+        )
+
+    def naming(self, prompt: HashedPrompt) -> "Lineup":
+        """Return the lineup of those who cut and name blocks as the hashes of a prompt say.
+
+        Raises InvalidRequest where nobody does, or where several groups might be meant.
+        """
+        meant = [n for n, key in enumerate(self.groups) if _may_name(key.descriptor, prompt)]
+        if len(meant) != 1:
+            raise _unclear(self.groups, [self.groups[n] for n in meant], prompt)
+        if len(self.groups) == 1:
+            return self
+        kept = [n for n, group in enumerate(self.group_of) if group == meant[0]]
+        return Lineup.of(
+            views=tuple(self.views[n] for n in kept),
+            infos=tuple(self.infos[n] for n in kept),
+            groups=(self.groups[meant[0]],),
+            group_of=(0,) * len(kept),
+            kv_class_of=tuple(self.kv_class_of[n] for n in kept),
         )
 
 
@@ -65,6 +127,7 @@ class Gathered(NamedTuple):
     candidates: tuple[Candidate, ...]
     #: of each group, the prompt's chain; not to be recorded if the prompt is salted
     chains: tuple[bytes, ...]
+    prompt_tokens: int
 
 
 class Candidates:
@@ -85,36 +148,43 @@ class Candidates:
     ) -> Gathered:
         """Return who may serve the request, less the avoided if others are left.
 
-        Raises UnknownModel, InvalidRequest (an adapter that nobody has) and NoCandidate.
+        Raises UnknownModel, InvalidRequest (an adapter that nobody has, hashes of unclear blocks)
+        and NoCandidate.
         """
         lineup = self._lineup(request.model, request.lora)
+        prompt_tokens, hashed = request.num_tokens, request.hashed
+        if hashed is not None:
+            lineup = lineup.naming(hashed)
+            prompt_tokens = _prompt_tokens(hashed, lineup.groups[0].descriptor)
         if avoided:
             lineup = lineup.without(avoided)
-        chains = tuple(self._chain(key, request) for key in lineup.groups)
+        if hashed is not None:
+            chains: tuple[bytes, ...] = (hashed.hashes,)
+        else:
+            chains = tuple(self._chain(key, request) for key in lineup.groups)
         held: list[dict[InstanceId, tuple[int, int, int, int, int]]] = []
         predicted: dict[Life, int] = {}
         for chain in chains:
             matches = self._index.match(chain)
             held.append({match.instance: match.by_tier for match in matches})
-            num_held = {match.instance: match.num_blocks for match in matches}
-            predicted |= self._overlay.beyond(chain, num_held, now)
+            if len(self._overlay):
+                num_held = {match.instance: match.num_blocks for match in matches}
+                predicted |= self._overlay.beyond(chain, num_held, now)
         load_of = self._loads.of
         candidates = []
-        for view, info, group, kv_class in zip(
-            lineup.views, lineup.infos, lineup.group_of, lineup.kv_class_of, strict=True
-        ):
-            instance = view.instance
-            load = load_of(instance, view.epoch, info.model, now)
+        for seat in lineup.seats:
+            instance, epoch, model, worker, rank, trust, group, block_tokens, kv_class = seat
+            load = load_of(instance, epoch, model, now)
             candidates.append(
                 Candidate(
-                    instance.worker,
-                    instance.rank,
-                    view.trust,
+                    worker,
+                    rank,
+                    trust,
                     group,
-                    info.descriptor.block_tokens,
+                    block_tokens,
                     kv_class,
                     held[group].get(instance, NOTHING_HELD),
-                    predicted.get((instance, view.epoch), 0),
+                    predicted.get((instance, epoch), 0) if predicted else 0,
                     load.in_flight,
                     load.queued_ms,
                     load.work_ms,
@@ -122,7 +192,7 @@ class Candidates:
                     load.pull_ms_per_token,
                 )
             )
-        return Gathered(lineup, tuple(candidates), chains)
+        return Gathered(lineup, tuple(candidates), chains, prompt_tokens)
 
     def _lineup(self, model: str, lora: str | None) -> Lineup:
         if self._fleet_version != self._index.fleet_version:
@@ -179,7 +249,7 @@ def line_up(serving: Iterable[InstanceView], model: str, lora: str | None) -> Li
         kv_class_of.append(
             kv_classes.setdefault(exchange, len(kv_classes) + 1) if info.kv_fingerprint else 0
         )
-    return Lineup(
+    return Lineup.of(
         views=tuple(view for view, _, _ in chosen),
         infos=tuple(info for _, info, _ in chosen),
         groups=tuple(groups),
@@ -214,3 +284,39 @@ def _group_key(info: WorkerInfo, model: str, lora: str | None) -> GroupKey | Non
     if lora not in (None, model):
         raise InvalidRequest("lora", "the model is an adapter itself")
     return GroupKey(info.model, info.descriptor, model)
+
+
+def _may_name(descriptor: NamespaceDescriptor, prompt: HashedPrompt) -> bool:
+    return prompt.block_tokens in (None, descriptor.block_tokens) and (
+        prompt.algorithm in (None, descriptor.algorithm)
+    )
+
+
+def _unclear(
+    groups: Iterable[GroupKey], meant: Iterable[GroupKey], prompt: HashedPrompt
+) -> InvalidRequest:
+    """Return what is wrong with hashes that no group, or more than one, may have named."""
+    known = ", ".join(
+        f"{key.descriptor.block_tokens} ({key.descriptor.algorithm})" for key in groups
+    )
+    sizes = {key.descriptor.block_tokens for key in meant}
+    algorithms = {key.descriptor.algorithm for key in meant}
+    if not sizes:
+        field = "algorithm" if prompt.block_tokens is None else "block_tokens"
+        return InvalidRequest(field, f"no worker names blocks so; known block sizes: {known}")
+    if len(sizes) > 1:
+        return InvalidRequest("block_tokens", f"expected one of several block sizes: {known}")
+    if len(algorithms) > 1:
+        return InvalidRequest("algorithm", f"expected one of several: {known}")
+    return InvalidRequest("model", "its workers name blocks after several models: ask for one")
+
+
+def _prompt_tokens(prompt: HashedPrompt, descriptor: NamespaceDescriptor) -> int:
+    """Return the prompt's length, which its full blocks are a part of."""
+    in_blocks = prompt.num_blocks * descriptor.block_tokens
+    if prompt.num_tokens is None:
+        return in_blocks
+    if prompt.num_tokens < in_blocks:
+        problem = f"{prompt.num_tokens}, less than the {in_blocks} of the hashed blocks"
+        raise InvalidRequest("num_tokens", problem)
+    return prompt.num_tokens

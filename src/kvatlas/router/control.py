@@ -22,6 +22,8 @@ from kvatlas.router.hot import MAX_DECISION_ID
 from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
+from kvatlas.router.siblings import Siblings
+from kvatlas.schemas.errors import UnknownDecision
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Decision
 
@@ -86,8 +88,10 @@ class TreeAnswer(Struct, frozen=True):
 ANSWERS = (Health, Readiness, WorkersAnswer, StatsAnswer, TreeAnswer, Decision)
 
 
-def control_routes(service: RouterService, registry: CollectorRegistry) -> APIRouter:
-    """Return the routes of the control API."""
+def control_routes(
+    service: RouterService, registry: CollectorRegistry, siblings: Siblings | None
+) -> APIRouter:
+    """Return the routes of the control API; what siblings decided is found through them."""
     routes = APIRouter(default_response_class=Response)
 
     @routes.get("/", summary="Live page", responses={200: {"content": {"text/html": {}}}})
@@ -164,7 +168,12 @@ def control_routes(service: RouterService, registry: CollectorRegistry) -> APIRo
     async def decision(
         decision_id: Annotated[str, Path(max_length=MAX_DECISION_ID)],
     ) -> Response:
-        return _json(service.decision(decision_id))
+        try:
+            return _json(service.decision(decision_id))
+        except UnknownDecision:
+            if siblings is None:
+                raise
+            return _json(await siblings.decision(decision_id))
 
     return routes
 

@@ -1,4 +1,4 @@
-"""What every worker has to do, as far as this router gave it, and how fast it turned out to be.
+"""What every worker has to do, as far as routers gave it, and how fast it turned out to be.
 
     given_ms     predicted prefill of all requests so far   |--------------------|
     drained_ms   how far the worker has got, by the clock   |---------->  queued = the rest
@@ -116,6 +116,8 @@ class _Request(Struct):
     num_tokens: int
     routed_at: float
     renewed_at: float
+    #: the router that gave it, empty for this one
+    origin: str = ""
     is_prefilled: bool = False
     is_learnt: bool = False
 
@@ -174,8 +176,12 @@ class Loads:
         plan: Plan,
         transfer_ms: float,
         now: float,
+        origin: str = "",
     ) -> None:
-        """Count a request that has been sent to an instance, which `of` has been asked about."""
+        """Count a request that has been sent to an instance, which `of` has been asked about.
+
+        `origin` is the router that sent it there, if it was another one.
+        """
         self.expire(now)
         worker = self._workers[instance]
         compute_ms = plan.compute_tokens * worker.compute.ms_per_token
@@ -192,7 +198,24 @@ class Loads:
             num_tokens=plan.num_tokens,
             routed_at=now,
             renewed_at=now,
+            origin=origin,
         )
+
+    def instance_of(self, request_id: str) -> InstanceId | None:
+        """Return where a request was sent, None once it no longer counts."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.instance
+
+    def forget_origin(self, origin: str) -> int:
+        """Stop counting what another router gave; return how many requests that were."""
+        given = [name for name, each in self._requests.items() if each.origin == origin]
+        for name in given:
+            request = self._requests.pop(name)
+            if worker := self._worker_of(request):
+                worker.in_flight -= 1
+                if not request.is_prefilled:
+                    _withdraw(worker, request)
+        return len(given)
 
     def prefilled(self, request_id: str, report: Report, now: float) -> bool:
         """Take in that a prefill has ended; return whether the request was still counted."""

@@ -5,6 +5,7 @@ The router itself contains no metric call. Names start with kv_.
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,7 +15,8 @@ from kvatlas import __version__
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
 from kvatlas.router.requests import Report, ScoreRequest
 from kvatlas.router.service import Outcome, Router, RouterService
-from kvatlas.schemas.errors import KvatlasError
+from kvatlas.router.siblings import Siblings
+from kvatlas.schemas.errors import IndexUnavailable, KvatlasError
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.routing import Decision
 
@@ -147,12 +149,13 @@ class MeteredRouter:
 class StateCollector(Collector):
     """Reads gauges and totals from the router's parts when somebody asks for them."""
 
-    def __init__(self, service: RouterService) -> None:
-        self._service = service
+    def __init__(self, service: RouterService, siblings: Siblings | None) -> None:
+        self._service, self._siblings = service, siblings
 
     def collect(self) -> Iterable[Metric]:
         """Yield the state of this moment."""
-        yield from self._index()
+        with suppress(IndexUnavailable):  # no index to read yet; the router's own figures go on
+            yield from self._index()
         yield from self._workers()
         yield from self._router()
 
@@ -223,6 +226,15 @@ class StateCollector(Collector):
         info = GaugeMetricFamily("kv_build_info", "1", labels=["version", "policy"])
         info.add_metric([__version__, service.policy.name], 1)
         yield info
+        if self._siblings is not None:
+            yield GaugeMetricFamily(
+                "kv_router_siblings", "Other routers heard", value=self._siblings.num_siblings
+            )
+            yield CounterMetricFamily(
+                "kv_router_signals_dropped",
+                "Announcements to other routers lost here",
+                value=self._siblings.num_dropped,
+            )
         for name, text, value in (
             ("kv_requests_in_flight", "Requests routed and not done", len(service.loads)),
             ("kv_overlay_entries", "Decisions whose blocks are predicted", len(service.overlay)),

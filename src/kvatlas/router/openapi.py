@@ -8,7 +8,14 @@ from kvatlas.router.answers import ReportAnswer, RouteAnswer, ScoreAnswer
 from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE
 from kvatlas.router.hot import DONE, MAX_DECISION_ID, PREFILLED, REPORTS, ROUTE, SCORE
 from kvatlas.router.problems import Problem
-from kvatlas.router.requests import PackedScoreBody, Report, ScoreBody
+from kvatlas.router.requests import (
+    OCTETS_TYPE,
+    SALT_HEADER,
+    PackedScoreBody,
+    Report,
+    ScoreBody,
+    ScoreQuery,
+)
 
 _REFERENCE = "#/components/schemas/{name}"
 
@@ -46,15 +53,44 @@ def complete(document: dict[str, Any], decides: bool) -> dict[str, Any]:
 def _scoring(summary: str, answer: type) -> dict[str, Any]:
     return {
         "summary": summary,
+        "parameters": _beside_octets(),
         "requestBody": {
             "required": True,
             "content": {
                 "application/json": {"schema": _ref(ScoreBody)},
                 "application/x-msgpack": {"schema": _ref(PackedScoreBody)},
+                OCTETS_TYPE: {
+                    "schema": {
+                        "type": "string",
+                        "format": "binary",
+                        "description": "token ids as u32, little-endian; the rest is beside them",
+                    }
+                },
             },
         },
         "responses": _responses(answer, (400, 404, 413, 415, 503)),
     }
+
+
+def _beside_octets() -> list[dict[str, Any]]:
+    """Return what says the rest where the body is tokens only; refused beside any other body."""
+    text = f"beside {OCTETS_TYPE} only"
+    schema = msgspec.json.schema(ScoreQuery)
+    fields = schema["$defs"][ScoreQuery.__name__]["properties"]
+    query = [
+        {"name": name, "in": "query", "description": text, "schema": _without_null(field)}
+        for name, field in fields.items()
+    ]
+    salt = {"type": "string", "maxLength": 4096}
+    return [*query, {"name": SALT_HEADER, "in": "header", "description": text, "schema": salt}]
+
+
+def _without_null(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a parameter, which is left out instead of being null."""
+    found: dict[str, Any] = next(
+        (each for each in field.get("anyOf", []) if each.get("type") != "null"), field
+    )
+    return found
 
 
 def _reporting(summary: str) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from kvatlas.router.policies import Choice, Policy, policy_named
 from kvatlas.router.pricing import NOTHING_HELD, TERMS
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
 from kvatlas.router.requests import Report, ScoreRequest
+from kvatlas.router.signals import MAX_CHAIN_BYTES, Done, Prefilled, Routed, Signal, new_router_id
 from kvatlas.router.transfer_params import transfer_params
-from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel
+from kvatlas.schemas.errors import NoCandidate, PromptTooLarge, UnknownDecision, UnknownModel
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import (
@@ -133,6 +134,7 @@ class RouterService:
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
         new_id: Callable[[], str] | None = None,
+        router_id: str = "",
     ) -> None:
         prompt_kernel.warm()
         self.settings = settings or RouterSettings()
@@ -146,6 +148,9 @@ class RouterService:
         self.log: DecisionLog = log or MemoryDecisionLog(self.settings)
         self._candidates = Candidates(index, self.loads, self.overlay, fleet_key)
         self._clock, self._wall_ns = clock, wall_ns
+        self.router_id = router_id or new_router_id()
+        #: told what other routers have to know; see siblings.py
+        self.say: Callable[[Signal], None] = lambda signal: None
         self._new_id = new_id or self._timed_id
         self._random = Random(self.settings.seed or None)
         #: decisions so far, by the name that requests use
@@ -177,11 +182,12 @@ class RouterService:
         decision = self._decision(request, gathered, question, choice, plan)
         self._turns[request.model] = question.turn + 1
         candidate = question.candidates[choice.chosen]
-        life = (candidate.instance, gathered.lineup.views[choice.chosen].epoch)
-        self.loads.routed(
-            decision.id, candidate.instance, plan, price.terms[1] + price.pull_ms, now
-        )
-        self.overlay.expect(decision.id, life, gathered.chains[candidate.group], now)
+        instance, epoch = candidate.instance, gathered.lineup.views[choice.chosen].epoch
+        transfer_ms, chain = price.terms[1] + price.pull_ms, gathered.chains[candidate.group]
+        self.loads.routed(decision.id, instance, plan, transfer_ms, now)
+        self.overlay.expect(decision.id, (instance, epoch), chain, now)
+        known = chain[:MAX_CHAIN_BYTES]
+        self.say(Routed(decision.id, request.model, *instance, epoch, plan, transfer_ms, known))
         self.log.record(decision)
         count = request.max_candidates or self.settings.max_candidates
         chosen = decision.chosen
@@ -209,10 +215,14 @@ class RouterService:
 
     def prefilled(self, decision_id: str, report: Report) -> Outcome:
         applied = self.loads.prefilled(decision_id, report, self._clock())
+        if applied:
+            self.say(Prefilled(decision_id, report))
         return self._outcome(decision_id, report, applied)
 
     def done(self, decision_id: str, report: Report) -> Outcome:
         applied = self.loads.done(decision_id, report, self._clock())
+        if applied:
+            self.say(Done(decision_id, report))
         return self._outcome(decision_id, report, applied)
 
     def decision(self, decision_id: str) -> Decision:
@@ -246,9 +256,14 @@ class RouterService:
             if self.feed.is_ready:
                 raise
             raise NoCandidate(request.model, "the index is catching up") from None
+        if gathered.prompt_tokens > self.settings.max_prompt_tokens:  # known only now, of hashes
+            raise PromptTooLarge(
+                "block_hashes",
+                f"{gathered.prompt_tokens} tokens, the limit is {self.settings.max_prompt_tokens}",
+            )
         turn = self._turns.get(request.model, 0)
         seed = self._random.getrandbits(63)
-        return gathered, Question(request.num_tokens, turn, seed, gathered.candidates)
+        return gathered, Question(gathered.prompt_tokens, turn, seed, gathered.candidates)
 
     def _decision(
         self,
@@ -307,8 +322,8 @@ class RouterService:
         return tuple(reasons)
 
     def _timed_id(self) -> str:
-        """Return an id that sorts by time and that no other router gives."""
-        return f"{self._wall_ns() // 1_000_000:012x}{os.urandom(6).hex()}"
+        """Return an id that sorts by time, names its router and is given by no other."""
+        return f"{self._wall_ns() // 1_000_000:012x}{self.router_id}{os.urandom(4).hex()}"
 
 
 def recorded_settings(settings: RouterSettings) -> dict[str, str | int | float]:
@@ -327,8 +342,8 @@ def choose_again(decision: Decision) -> Choice:
 
 def _cheapest(gathered: Gathered, choice: Choice, count: int) -> tuple[CandidateScore, ...]:
     costs = [price.cost_ms for price in choice.prices]
-    order = nsmallest(count, range(len(costs)), key=costs.__getitem__)
-    return tuple(_score(gathered, choice, position) for position in order)
+    order = sorted(range(len(costs)), key=costs.__getitem__)
+    return tuple([_score(gathered, choice, position) for position in order[:count]])
 
 
 def _score(gathered: Gathered, choice: Choice, position: int) -> CandidateScore:
@@ -336,26 +351,24 @@ def _score(gathered: Gathered, choice: Choice, position: int) -> CandidateScore:
     block_tokens, held = candidate.block_tokens, candidate.held
     _, tier_load, predicted, trust, _, compute, _ = price.terms
     by_tier: dict[str, int] = {}
+    match_tokens = 0
     if held != NOTHING_HELD:
-        by_tier = {
-            name: num_blocks * block_tokens
-            for name, num_blocks in zip(TIER_NAMES, held, strict=True)
-            if num_blocks
-        }
+        for name, num_blocks in zip(TIER_NAMES, held, strict=True):
+            if num_blocks:
+                by_tier[name] = num_tokens = num_blocks * block_tokens
+                match_tokens += num_tokens
     return CandidateScore(
-        worker=candidate.worker,
-        rank=candidate.rank,
-        base_url=gathered.lineup.infos[position].base_url,
-        trust=candidate.trust,
-        match_tokens=sum(held) * block_tokens,
-        match_tokens_by_tier=by_tier,
-        cost_ms=price.cost_ms,
-        terms=dict(zip(TERMS, price.terms, strict=True)),
-        predicted_tokens=candidate.predicted_blocks * block_tokens,
-        # the terms that only steer are left out, and what they replace put in
-        expected_ttft_ms=(
-            candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute
-        ),
+        candidate.worker,
+        candidate.rank,
+        gathered.lineup.infos[position].base_url,
+        candidate.trust,
+        match_tokens,
+        by_tier,
+        price.cost_ms,
+        dict(zip(TERMS, price.terms, strict=True)),
+        candidate.predicted_blocks * block_tokens,
+        # expected: the terms that only steer are left out, and what they replace put in
+        candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute,
     )
 
 

@@ -67,6 +67,10 @@ class InvalidInput(KvatlasError):
     """What somebody sent or wrote is wrong."""
 
 
+class MalformedSignal(InvalidInput):
+    """An announcement of a router that cannot be read."""
+
+
 class MalformedBatch(InvalidInput):
     """A payload is no event batch; the text says where."""
 

@@ -46,6 +46,7 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     is equal, and an empty one means that nothing may be pulled. With `ends_at_reuse_points` a match
     counts up to its last reuse point only (ADR-0006). `p2p_address` (host:port) is where the
     engine's own transfer tier listens, which other engines can be told to pull from.
+    `leasable_tiers` are those whose blocks peers can have; who does not say lends every tier.
     """
 
     base_url: str
@@ -60,6 +61,7 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     versions: dict[str, str] = {}
     ends_at_reuse_points: bool = False
     p2p_address: str = ""
+    leasable_tiers: tuple[Tier, ...] = tuple(Tier)
 
     @property
     def model(self) -> str:

@@ -123,17 +123,24 @@ class Fleet:
         feed: StillFeed | None = None,
         fleet_key: bytes = b"",
         log: DecisionLog | None = None,
+        counts_ids: bool = True,
         **settings: Any,
     ) -> "RouterUnderTest":
         chosen = RouterSettings(**{"seed": 1, **settings})
-        return RouterUnderTest(self, feed or StillFeed(), chosen, fleet_key=fleet_key, log=log)
+        parts = {"fleet_key": fleet_key, "log": log}
+        return RouterUnderTest(self, feed or StillFeed(), chosen, counts_ids, **parts)
 
 
 class RouterUnderTest(RouterService):
-    """A router with a clock to turn and ids that count."""
+    """A router with a clock to turn, and ids that count unless they have to be real."""
 
     def __init__(
-        self, fleet: Fleet, feed: StillFeed, settings: RouterSettings, **parts: Any
+        self,
+        fleet: Fleet,
+        feed: StillFeed,
+        settings: RouterSettings,
+        counts_ids: bool,
+        **parts: Any,
     ) -> None:
         self.clock = TurnedClock()
         self.still_feed = feed
@@ -144,7 +151,7 @@ class RouterUnderTest(RouterService):
             settings,
             clock=self.clock,
             wall_ns=lambda: int(self.clock.now * 1e9),
-            new_id=lambda: f"d{next(numbers)}",
+            new_id=(lambda: f"d{next(numbers)}") if counts_ids else None,
             **parts,
         )
 

@@ -51,7 +51,7 @@ class OurIndex:
         """Return the mean time of an event in each phase, over a fresh index."""
         cell = ApplyCell(workers, blocks_per_event, num_events, shared_by)
         self._prepare(cell)
-        apply = _applier(_with_workers(workers), workers)
+        apply = applier(with_workers(workers), workers)
         payloads = {phase: [each.payload for each in log] for phase, log in self._log.items()}
         spent = {phase: _mean_us(apply, payloads[phase]) for phase in self._log}
         state = IndexState(FlatRadixIndex())
@@ -65,8 +65,8 @@ class OurIndex:
         """Return the (block, worker) pairs that matches find after each phase."""
         cell = ApplyCell(workers, blocks_per_event, num_events, shared_by)
         self._prepare(cell)
-        index = _with_workers(workers)
-        apply, found = _applier(index, workers), []
+        index = with_workers(workers)
+        apply, found = applier(index, workers), []
         for log in self._log.values():
             for message in log:
                 apply(message.payload)
@@ -98,7 +98,7 @@ class OurIndex:
     def prepare_match(self, layout: str, num_blocks: int, holders: int, workers: int) -> None:
         """Fill an index and prepare queries that hit 0, 50 and 100 percent."""
         cell = MatchCell(layout, num_blocks, holders, workers)
-        index, chains = _with_workers(workers), dict[int, bytes]()
+        index, chains = with_workers(workers), dict[int, bytes]()
         for step in cell.steps():
             if step.chain not in chains:
                 chains[step.chain] = chain_bytes(step.chain, cell.length_of(step.chain))
@@ -139,7 +139,7 @@ class OurIndex:
         """
         FlatRadixIndex()  # kernels are loaded before memory is counted
         before = rss_bytes()
-        index, samples = _with_workers(shared_by), dict[str, list[float]](rss=[], told=[])
+        index, samples = with_workers(shared_by), dict[str, list[float]](rss=[], told=[])
         for chain in range(2 * num_blocks // _FILL_CHAIN):
             for worker in range(shared_by):
                 _store_chain(index, worker, chain, _FILL_CHAIN)
@@ -152,7 +152,7 @@ class OurIndex:
 
     def churn(self, num_blocks: int, held_blocks: int) -> dict[str, float]:
         """Store and remove so many blocks, never more held; return resident MiB along the way."""
-        index, rss_mib = _with_workers(1), dict[str, float]()
+        index, rss_mib = with_workers(1), dict[str, float]()
         num_chains, num_held = num_blocks // _FILL_CHAIN, held_blocks // _FILL_CHAIN
         for chain in range(num_chains):
             _store_chain(index, 0, chain, _FILL_CHAIN)
@@ -172,7 +172,7 @@ class OurIndex:
         """
         spent = {}
         for phase in ("clear", "drop"):
-            index = _with_workers(others + 1)
+            index = with_workers(others + 1)
             for worker in range(others + 1):
                 for chain in range(num_blocks // _FILL_CHAIN):
                     _store_chain(index, worker, worker * num_blocks + chain, _FILL_CHAIN)
@@ -204,14 +204,15 @@ class _Log:
         return messages
 
 
-def _with_workers(workers: int) -> FlatRadixIndex:
-    index = FlatRadixIndex()
+def with_workers(workers: int, *, max_bytes: int = 8 << 30) -> FlatRadixIndex:
+    """Return an index of empty workers 0, 1, 2, ..."""
+    index = FlatRadixIndex(max_bytes=max_bytes)
     for _ in range(workers):
         index.add_instance()
     return index
 
 
-def _applier(index: FlatRadixIndex, workers: int) -> Callable[[bytes], None]:
+def applier(index: FlatRadixIndex, workers: int) -> Callable[[bytes], None]:
     """Return what decodes a payload and changes the index; worker wN has number N."""
     numbers = {(f"w{worker}", 0): worker for worker in range(workers)}
 

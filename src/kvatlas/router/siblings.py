@@ -1,0 +1,219 @@
+"""Other routers of the fleet: their requests count here too, and theirs are found from here.
+
+    own signal --announce--> all others          others' signals --SiblingState--> Loads, Overlay
+
+A router that is silent for `silence_seconds` no longer counts, and neither does what it gave. All
+of it is an overlay: nothing of it is in the log, and a router without siblings works the same.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+import msgspec
+
+from kvatlas.events.bus import Bus, Subscription
+from kvatlas.events.subjects import ROUTERS, router_subject
+from kvatlas.router.failures import Failures
+from kvatlas.router.loads import Loads
+from kvatlas.router.overlay import Overlay
+from kvatlas.router.signals import (
+    ID_DIGITS,
+    Alive,
+    Done,
+    Joined,
+    Prefilled,
+    Routed,
+    Signal,
+    decode_signal,
+    encode_signal,
+)
+from kvatlas.schemas.errors import (
+    BusUnavailable,
+    MalformedSignal,
+    RequestFailed,
+    UnknownDecision,
+)
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import Decision
+
+ALIVE_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+#: own requests that a router that has joined is told about
+MAX_RETOLD = 10_000
+#: signals that wait for the broker; older ones are dropped and counted
+MAX_WAITING = 10_000
+ASK_SECONDS = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+class SiblingState:
+    """What other routers do to the loads of this one. Pure: callers pass the time."""
+
+    def __init__(self, router_id: str, loads: Loads, overlay: Overlay, failures: Failures) -> None:
+        self.router_id = router_id
+        self._loads, self._overlay, self._failures = loads, overlay, failures
+        #: router -> when it was last heard
+        self._heard: dict[str, float] = {}
+        #: own requests under way
+        self._own: dict[str, Routed] = {}
+        self.num_taken = self.num_forgotten = 0
+
+    @property
+    def num_siblings(self) -> int:
+        """Routers that are heard, without this one."""
+        return len(self._heard)
+
+    def said(self, signal: Signal) -> None:
+        """Remember what this router says itself."""
+        match signal:
+            case Routed(decision_id):
+                self._own[decision_id] = signal
+                while len(self._own) > MAX_RETOLD:
+                    del self._own[next(iter(self._own))]
+            case Done(decision_id):
+                self._own.pop(decision_id, None)
+
+    def take(self, router: str, signal: Signal, now: float) -> list[Signal]:
+        """Count what another router says; return what it has to be told in turn."""
+        if router == self.router_id:
+            return []
+        self._heard[router] = now
+        self.num_taken += 1
+        match signal:
+            case Joined():
+                return list(self._own.values())
+            case Routed():
+                self._routed(router, signal, now)
+            case Prefilled(decision_id, report):
+                self._loads.prefilled(decision_id, report, now)
+            case Done(decision_id, report):
+                self._done(signal, now)
+            case Alive():
+                pass
+        return []
+
+    def sweep(self, now: float) -> None:
+        """Forget routers that are silent, and what they gave."""
+        for router in [r for r, at in self._heard.items() if at + SILENCE_SECONDS < now]:
+            del self._heard[router]
+            num_requests = self._loads.forget_origin(router)
+            self.num_forgotten += num_requests
+            _logger.info("router %s is silent: its %d requests count no more", router, num_requests)
+
+    def _routed(self, router: str, signal: Routed, now: float) -> None:
+        instance = InstanceId(signal.worker, signal.rank)
+        if self._loads.instance_of(signal.decision_id) is not None:
+            return  # told again because somebody joined
+        self._loads.of(instance, signal.epoch, signal.model, now)
+        self._loads.routed(
+            signal.decision_id, instance, signal.plan, signal.transfer_ms, now, router
+        )
+        self._overlay.expect(signal.decision_id, (instance, signal.epoch), signal.chain, now)
+
+    def _done(self, signal: Done, now: float) -> None:
+        instance = self._loads.instance_of(signal.decision_id)
+        self._own.pop(signal.decision_id, None)
+        self._loads.done(signal.decision_id, signal.report, now)
+        if signal.report.failed:
+            self._overlay.withdraw(signal.decision_id)
+            if instance is not None:
+                self._failures.failed(instance, now)
+
+
+class Siblings:
+    """Speaks for one router to all others for as long as it is entered."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        state: SiblingState,
+        find: Callable[[str], Decision | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus, self._state, self._find, self._clock = bus, state, find, clock
+        self._waiting: deque[Signal] = deque(maxlen=MAX_WAITING)
+        self._is_due = asyncio.Event()
+        self._subscriptions: list[Subscription] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_rejected = self.num_dropped = 0
+
+    async def __aenter__(self) -> Self:
+        subject = router_subject(self._state.router_id)
+        self._subscriptions.append(await self._bus.listen(ROUTERS, self._hear))
+        self._subscriptions.append(await self._bus.serve(subject, self._answer))
+        self.say(Joined())
+        self._tasks = [asyncio.create_task(part()) for part in (self._announce, self._live)]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        for subscription in self._subscriptions:
+            await subscription.close()
+
+    @property
+    def num_siblings(self) -> int:
+        """Routers that are heard, without this one."""
+        return self._state.num_siblings
+
+    def say(self, signal: Signal) -> None:
+        """Tell all others; at once if there is a broker, and never waiting for it."""
+        self._state.said(signal)
+        if len(self._waiting) == MAX_WAITING:
+            self.num_dropped += 1
+        self._waiting.append(signal)
+        self._is_due.set()
+
+    async def decision(self, decision_id: str) -> Decision:
+        """Return a decision of another router. Raises UnknownDecision."""
+        router = decision_id[12 : 12 + ID_DIGITS]
+        try:
+            answer = await self._bus.request(
+                router_subject(router), decision_id.encode(), ASK_SECONDS
+            )
+            return msgspec.msgpack.decode(answer, type=Decision)
+        except (BusUnavailable, RequestFailed, msgspec.DecodeError):
+            raise UnknownDecision(decision_id) from None
+
+    def _hear(self, payload: bytes) -> None:
+        try:
+            envelope = decode_signal(payload)
+        except MalformedSignal as error:
+            self.num_rejected += 1
+            _logger.debug("an announcement on %s: %s", ROUTERS, error)
+            return
+        for signal in self._state.take(envelope.router, envelope.signal, self._clock()):
+            self.say(signal)
+
+    async def _answer(self, payload: bytes) -> bytes:
+        decision_id = payload[:128].decode(errors="replace")
+        found = self._find(decision_id)
+        if found is None:
+            raise UnknownDecision(decision_id)
+        return msgspec.msgpack.encode(found)
+
+    async def _announce(self) -> None:
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            while self._waiting:
+                payload = encode_signal(self._state.router_id, self._waiting[0])
+                try:
+                    await self._bus.announce(ROUTERS, payload)
+                except BusUnavailable:
+                    await asyncio.sleep(ALIVE_SECONDS)
+                else:
+                    self._waiting.popleft()
+
+    async def _live(self) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            if not self._waiting:
+                self.say(Alive())
+            self._state.sweep(self._clock())

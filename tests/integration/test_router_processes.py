@@ -1,0 +1,78 @@
+"""`kvatlas serve --routers N`: one index, several routers in processes of their own, one port."""
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from testkit.commands import running
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+ASK = {"model": "reference", "token_ids": list(range(100, 420))}
+
+
+async def each_connection_anew(method: str, url: str, body: Any = None) -> tuple[int, Any]:
+    """Ask over a connection of its own, so that any of the routers may get it."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, url, json=body) as response,
+    ):
+        return response.status, json.loads(await response.read())
+
+
+async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
+    arguments = ("--routers", "3", "--workers", "2", "--port", "0", "--data", str(tmp_path))
+    async with running("serve", *arguments, "--json") as addresses:
+        url = addresses["router"]
+        children = psutil.Process().children(recursive=True)
+        routers = [p for p in children if "router" in p.cmdline()]
+        assert len(routers) == 3
+
+        answers = [await each_connection_anew("POST", f"{url}/v1/route", ASK) for _ in range(12)]
+        assert {status for status, _ in answers} == {200}
+        # one prompt: whichever router was asked, it knew what the others had decided
+        assert len({answer["worker"] for _, answer in answers}) == 1
+        ids = [answer["decision_id"] for _, answer in answers]
+        deciding = {decision_id[12:20] for decision_id in ids}
+        assert len(deciding) > 1
+
+        for decision_id in ids:
+            status, found = await each_connection_anew("GET", f"{url}/v1/decisions/{decision_id}")
+            assert (status, found["id"]) == (200, decision_id)
+        reports = [
+            await each_connection_anew("POST", f"{url}/v1/requests/{each}/done", {}) for each in ids
+        ]
+        assert [status for status, _ in reports] == [200] * len(ids)
+
+        async def loads() -> list[int]:
+            status, found = await each_connection_anew("GET", f"{url}/v1/workers")
+            assert status == 200
+            return [each["load"]["in_flight"] for each in found["workers"] if each["load"]]
+
+        async with asyncio.timeout(10):
+            while any([n for _ in range(6) for n in await loads()]):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.05)
+
+        status, _ = await each_connection_anew("GET", f"{addresses['indexer']}/v1/index/tree")
+        assert status == 200
+        status, problem = await each_connection_anew("GET", f"{url}/v1/index/tree")
+        assert (status, "ask the index" in problem["detail"]) == (404, True)
+
+        os.kill(routers[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while len(alive_routers()) < 3:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.1)
+        statuses = [(await each_connection_anew("GET", f"{url}/readyz"))[0] for _ in range(8)]
+        assert statuses == [200] * 8
+    assert not [p for p in routers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def alive_routers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "router" in p.cmdline()]

@@ -1,0 +1,155 @@
+"""Routers that hear one another see one load, find one another's decisions, and forget the dead."""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+import pytest
+
+from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.subjects import ROUTERS
+from kvatlas.router.requests import Report
+from kvatlas.router.siblings import SILENCE_SECONDS, Siblings, SiblingState
+from kvatlas.router.signals import Alive, Routed, decode_signal, encode_signal
+from kvatlas.schemas.errors import MalformedSignal, UnknownDecision
+from kvatlas.schemas.ids import InstanceId
+from testkit.fleet import Fleet, RouterUnderTest, a_prompt, a_request
+from testkit.waiting import until
+
+PROMPT = a_prompt(1_600)
+FAILED = Report(failed=True)
+
+
+class Sibling(NamedTuple):
+    router: RouterUnderTest
+    state: SiblingState
+    siblings: Siblings
+    bus: MemoryBus
+
+
+class Group:
+    """Routers over one index and one broker, each with its own clock."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.fleet, self._broker, self._stack = Fleet(), MemoryBroker(), stack
+        for n in range(1, 4):
+            self.fleet.up(f"w{n}")
+
+    async def join(self) -> Sibling:
+        router = self.fleet.router(counts_ids=False)
+        state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
+        bus = await self._stack.enter_async_context(self._broker.connect())
+        siblings = Siblings(bus, state, router.log.find, router.clock)
+        await self._stack.enter_async_context(siblings)
+        router.say = siblings.say
+        return Sibling(router, state, siblings, bus)
+
+
+@pytest.fixture
+async def group() -> AsyncGenerator[Group, None]:
+    async with AsyncExitStack() as stack:
+        yield Group(stack)
+
+
+def in_flight(one: Sibling) -> int:
+    loads = [one.router.load_of(InstanceId(f"w{n}", 0)) for n in range(1, 4)]
+    return sum(load.in_flight for load in loads if load)
+
+
+async def test_each_sees_what_all_gave(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    ours = [one.router.route(a_request(a_prompt(160, start=1_000 * n))) for n in range(4)]
+    await until(lambda: in_flight(other) == 4)
+    # so the other one spreads around it
+    answer = other.router.route(a_request(a_prompt(160, start=9_000)))
+    await until(lambda: in_flight(one) == 5)
+    assert one.router.done(answer.decision_id, Report()).applied
+    await until(lambda: in_flight(other) == 4)
+    for each in ours:
+        assert other.router.done(each.decision_id, Report()).applied
+    await until(lambda: in_flight(one) == 0)
+    assert not one.router.done(ours[0].decision_id, Report()).applied
+
+
+async def test_a_sibling_of_a_prompt_goes_where_another_router_sent_it(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    first = one.router.route(a_request(PROMPT))
+    await until(lambda: len(other.router.overlay) == 1)
+    second = other.router.route(a_request([*PROMPT, 1, 2, 3]))
+    assert second.worker == first.worker
+    assert second.predicted_tokens == 1_600
+
+
+async def test_a_failure_that_one_is_told_counts_for_all(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    failed = one.router.route(a_request(PROMPT))
+    await until(lambda: len(other.router.overlay) == 1)
+    one.router.done(failed.decision_id, FAILED)
+    await until(lambda: len(other.router.overlay) == 0)
+    assert other.router.route(a_request(PROMPT)).worker != failed.worker
+
+
+async def test_who_joins_is_told_what_is_under_way(group: Group) -> None:
+    one = await group.join()
+    for n in range(5):
+        one.router.route(a_request(a_prompt(160, start=1_000 * n)))
+    ended = one.router.route(a_request(PROMPT))
+    one.router.done(ended.decision_id, Report())
+    late = await group.join()
+    await until(lambda: in_flight(late) == 5)
+    third = await group.join()
+    await until(lambda: in_flight(third) == 5)
+    assert in_flight(late) == in_flight(one) == 5
+
+
+async def test_a_dead_router_takes_its_requests_along(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    one.router.route(a_request(PROMPT))
+    await until(lambda: in_flight(other) == 1)
+    one.bus.cut()
+    other.router.clock.advance(SILENCE_SECONDS + 1)
+    await until(lambda: in_flight(other) == 0)
+    assert other.siblings.num_siblings == 0
+    assert other.router.route(a_request(PROMPT)).num_candidates == 3
+
+
+async def test_a_decision_is_found_from_any_router(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    answer = one.router.route(a_request(PROMPT))
+    found = await other.siblings.decision(answer.decision_id)
+    assert found == one.router.decision(answer.decision_id)
+    for unknown in ("", "0" * 28, answer.decision_id[:-1] + "x", "nonsense"):
+        with pytest.raises(UnknownDecision):
+            await other.siblings.decision(unknown)
+
+
+async def test_nonsense_on_the_subject_is_counted_and_changes_nothing(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    one.router.route(a_request(PROMPT))
+    await until(lambda: in_flight(other) == 1)
+    good = encode_signal("somebody", Alive())
+    for payload in (b"", b"\xc1", good[:-1], b"x" * 100_000, good.replace(b"\x01", b"\x02", 1)):
+        await one.bus.announce(ROUTERS, payload)
+    await until(lambda: other.siblings.num_rejected == 5)
+    assert in_flight(other) == 1
+
+
+async def test_without_a_broker_it_routes_on_and_tells_later(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    one.bus.cut()
+    one.router.route(a_request(PROMPT))
+    one.bus.restore()
+    await until(lambda: in_flight(other) == 1)
+
+
+def test_a_signal_says_what_it_said() -> None:
+    router = Fleet()
+    router.up("w1")
+    under_test = router.router()
+    said: list[object] = []
+    under_test.say = said.append
+    under_test.route(a_request(PROMPT))
+    assert isinstance(said[0], Routed)
+    assert decode_signal(encode_signal("r", said[0])).signal == said[0]
+    with pytest.raises(MalformedSignal, match="version 9"):
+        decode_signal(encode_signal("r", Alive()).replace(b"\x01", b"\x09", 1))
