@@ -114,6 +114,18 @@ def test_a_chain_that_names_a_block_twice_counts_it_twice(index: PrefixIndex) ->
     assert lengths(index, packed(1, 2, 1, 1, 9)) == {instance: 4}
 
 
+def test_runs_are_stored_in_order_each_below_its_parent(index: PrefixIndex) -> None:
+    one = index.add_instance()
+    runs = [(ROOT, packed(1, 2)), (packed(2), b""), (packed(2), packed(3)), (ROOT, packed(1, 9))]
+    assert index.store_runs(one, Tier.hbm, runs) == 4
+    assert index.store_runs(one, Tier.hbm, []) == 0
+    assert [match.num_blocks for match in index.match(packed(1, 2, 3))] == [3]
+    assert [run.num_blocks for run in index.tree(3, 8)] == [1]
+    with pytest.raises(InvalidBlock):
+        index.store_runs(one, Tier.hbm, [(ROOT, packed(7)), (ROOT, b"short")])
+    assert index.num_blocks() == 4
+
+
 def test_removing_what_is_not_held_is_no_error(index: PrefixIndex) -> None:
     one, other = index.add_instance(), index.add_instance()
     index.store(one, HBM, ROOT, run_of(3))

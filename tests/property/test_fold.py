@@ -95,7 +95,7 @@ def test_a_snapshot_and_what_follows_it_are_the_whole(
         whole.handle(stimulus)
         until_then.handle(stimulus)
     later = IndexState(make_index(), max_gone=1)
-    later.restore(until_then.export())
+    later.restore(until_then.export()())
     validate(later)
     for stimulus in stimuli[until:]:
         assert later.handle(stimulus) == whole.handle(stimulus)

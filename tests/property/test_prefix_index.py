@@ -84,6 +84,19 @@ class TwoIndexes(RuleBasedStateMachine):
             assert stored == self.plain.store(plain, tier, parent, hashes)
 
     @precondition(lambda self: self.instances)
+    @rule(number=picks, tier=tiers, spans=st.lists(st.tuples(paths, positions, positions)))
+    def store_runs(
+        self, number: int, tier: Tier, spans: list[tuple[list[bytes], int, int]]
+    ) -> None:
+        flat, plain = self.pick(number)
+        runs = [
+            (path[first - 1] if first else ROOT, b"".join(path[first : end + 1]))
+            for path, first, end in spans
+        ]
+        stored = self.flat.store_runs(flat, tier, runs)
+        assert stored == self.plain.store_runs(plain, tier, runs)
+
+    @precondition(lambda self: self.instances)
     @rule(number=picks, tier=tiers, path=paths)
     def store_a_whole_path_twice(self, number: int, tier: Tier, path: list[bytes]) -> None:
         self.store(number, tier, path, 0, PATH_BLOCKS, 2)
@@ -141,7 +154,7 @@ class TwoIndexes(RuleBasedStateMachine):
     @rule()
     def go_on_from_a_snapshot(self) -> None:
         restored = tiny_index(MAX_INSTANCES)
-        restored.restore(self.flat.export())
+        restored.restore(self.flat.export()())
         self.flat, self.touched = restored, None
 
     @invariant()

@@ -123,7 +123,7 @@ class Reporting(RuleBasedStateMachine):
     def drain(self) -> None:
         self.hook.pump()
         records = self.reader.read(1500)
-        if self.reporter.report(records, self.reader.writer_lists).wants_listing:
+        if self.reporter.report(records, self.reader.writer_lists, self.now).wants_listing:
             self.reader.want_listing()
 
     @rule()

@@ -1,21 +1,27 @@
 """The fast index: owns the arrays that the kernels walk, and alone knows how they grow."""
 
 import secrets
-from collections.abc import Iterator
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, repeat
 from typing import NamedTuple, NoReturn
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import Arrays, Layout, PrivateArrays, ReadArrays
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, part_of
-from kvatlas.indexer.snapshot_flat import NUM_SET_COLUMNS, FlatNumbers, read_flat
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts
+from kvatlas.indexer.snapshot_flat import (
+    NUM_SET_COLUMNS,
+    FlatCopy,
+    FlatNumbers,
+    fill_cells,
+    read_flat,
+)
 from kvatlas.indexer.tree import ArrayRuns, radix_view
-from kvatlas.schemas.digest import TierDigest, index_key
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES, TierDigest, index_key
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
 from kvatlas.schemas.ids import NUM_TIERS, Tier
 
@@ -145,13 +151,29 @@ class FlatRadixIndex:
     def store(self, instance: int, tier: Tier, parent: bytes, hashes: bytes) -> int:
         check_hash(parent)
         check_packed(hashes)
+        packed = np.frombuffer(parent + hashes, _U64)
+        return self._store(instance, tier, packed, _whole(len(packed) // 2))
+
+    def store_runs(self, instance: int, tier: Tier, runs: Sequence[tuple[bytes, bytes]]) -> int:
+        for parent, hashes in runs:
+            check_hash(parent)
+            check_packed(hashes)
+        packed = np.frombuffer(b"".join(map(b"".join, runs)), _U64)
+        lengths = [1 + len(hashes) // BLOCK_HASH_BYTES for _, hashes in runs]
+        return self._store(
+            instance, tier, packed, _read_only(np.array([*accumulate(lengths)], _U64))
+        )
+
+    def _store(
+        self, instance: int, tier: Tier, packed: NDArray[np.uint64], ends: NDArray[np.uint64]
+    ) -> int:
         if instance not in self._live:
             raise UnknownInstance(instance)
-        packed, number = np.frombuffer(parent + hashes, _U64), _TIER_NUMBERS[tier]
-        num_new, position = kernel.store(packed, 1, instance, number, *self._arrays)
+        number = _TIER_NUMBERS[tier]
+        num_new, position = kernel.store(packed, ends, 1, instance, number, *self._arrays)
         while 2 * position < len(packed):
             self._make_room()
-            more, position = kernel.store(packed, position, instance, number, *self._arrays)
+            more, position = kernel.store(packed, ends, position, instance, number, *self._arrays)
             num_new += more
         return int(num_new)
 
@@ -368,27 +390,27 @@ class FlatRadixIndex:
 
     # --- snapshots --------------------------------------------------------------------------
 
-    def export(self) -> dict[str, memoryview]:
+    def export(self) -> Export:
         num_segments, num_rows = self._state[[kernel.NUM_SEGMENTS, kernel.NUM_ROWS]].tolist()
-        arrays: dict[str, NDArray[np.uint32] | NDArray[np.uint64]] = {
-            "flat.state": self._state,
-            "flat.masks": self._masks,
-            "flat.digests": self._digests,
-            "flat.directory": self._directory,
-            "flat.segments": self._segments[:num_segments],
-            "flat.rows": self._rows[:num_rows, :NUM_SET_COLUMNS],
-            "flat.words": self._words[: int(self._state[kernel.NUM_WORDS])],
-            "flat.cells": self._cells[: num_segments * self._segment_cells],
-        }
-        copies = {name: part_of(array.copy()) for name, array in arrays.items()}
         numbers = FlatNumbers(
-            self._num_numbers, sorted(self._live), sorted(self._forgotten), self._free
+            self._num_numbers, sorted(self._live), sorted(self._forgotten), list(self._free)
         )
-        return {"flat.numbers": memoryview(msgspec.msgpack.encode(numbers)), **copies}
+        copy = FlatCopy(
+            numbers=numbers,
+            state=self._state.copy(),
+            masks=self._masks.copy(),
+            digests=self._digests.copy(),
+            directory=self._directory.copy(),
+            segments=self._segments[:num_segments].copy(),
+            rows=self._rows[:num_rows, :NUM_SET_COLUMNS].copy(),
+            words=self._words[: int(self._state[kernel.NUM_WORDS])].copy(),
+            cells=self._cells[: num_segments * self._segment_cells].copy(),
+        )
+        return copy.parts
 
     def restore(self, parts: Parts) -> None:
         found = read_flat(parts)
-        num_cells, num_segments = len(found.cells), len(found.segments)
+        num_cells, num_segments = len(found.occupied), len(found.segments)
         if found.segment_cells != self._segment_cells or num_segments > len(self._segments):
             raise InvalidSnapshot(
                 f"{num_segments} segments of {found.segment_cells} cells,"
@@ -407,8 +429,9 @@ class FlatRadixIndex:
 
         self._num_provided = max(self._num_provided, num_segments)
         old_segments = int(self._state[kernel.NUM_SEGMENTS])
-        self._cells[:num_cells], self._segments[:num_segments] = found.cells, found.segments
-        self._cells[num_cells : old_segments * self._segment_cells] = 0
+        self._cells[: old_segments * self._segment_cells] = 0
+        fill_cells(self._cells[:num_cells], found)
+        self._segments[:num_segments] = found.segments
         self._segments[num_segments:old_segments] = 0
         self._state[:] = found.state
         self._masks, self._digests = masks, found.digests.copy()
@@ -424,6 +447,18 @@ def _checked(name: str, value: int, least: int) -> int:
     if value < least or value & (value - 1):
         raise ValueError(f"{name} is {value}, expected a power of two, {least} or more")
     return value
+
+
+@lru_cache(maxsize=1024)
+def _whole(num_hashes: int) -> NDArray[np.uint64]:
+    """Return the ends of one run."""
+    return _read_only(np.array([num_hashes], _U64))
+
+
+def _read_only(array: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the array as the kernels want their input."""
+    array.flags.writeable = False
+    return array
 
 
 def _power_of_two(at_least: int) -> int:

@@ -1,5 +1,6 @@
 """The port: what an index of held blocks promises, and what it answers with."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -68,6 +69,10 @@ class PrefixIndex(Protocol):
         its removal is as good as one that never went. IndexFull may leave the run half stored;
         the digest tells the truth then as well.
         """
+        ...
+
+    def store_runs(self, instance: int, tier: Tier, runs: Sequence[tuple[bytes, bytes]]) -> int:
+        """Do `store` for each (parent, hashes), in order, at the cost of one call."""
         ...
 
     def remove(self, instance: int, tier: Tier, hashes: bytes) -> int:

@@ -486,10 +486,12 @@ def collect(rows: U64, words: U64, new_words: U64, state: U64) -> None:
 
 
 @compiled(
-    f"UniTuple(uint64, 2)({PACKED}, uint64, uint64, uint64, {TABLE}, {SETS}, {DIGESTS}, {STATE})"
+    f"UniTuple(uint64, 2)({PACKED}, {PACKED}, uint64, uint64, uint64, {TABLE}, {SETS},"
+    f" {DIGESTS}, {STATE})"
 )
 def store(
     packed: U64,
+    ends: U64,
     position: Number,
     instance: Number,
     tier: Number,
@@ -501,43 +503,52 @@ def store(
     digests: U64,
     state: U64,
 ) -> tuple[Number, Number]:
-    """Store the hashes from a position, at least 1, on; the hash before each is its parent.
+    """Store runs of hashes from a position on; the hash before each is its parent.
 
-    Returns how many were new to the slot, and where it stopped: at the end, or at the first hash
-    for which there was no room, LACKING says of what.
+    A run ends where `ends` says, and begins behind the end of the one before with a parent that is
+    not stored itself. Returns how many were new to the slot, and where it stopped: at the end, or
+    at the first hash for which there was no room, LACKING says of what.
     """
-    num_hashes = np.uint64(packed.size // 2)
     layout = layout_of(state)
     limit = (ONE << layout[2]) - (ONE << (layout[2] - TWO))
-    num_new, xor = ZERO, ZERO
+    num_new, xor, begin = ZERO, ZERO, ZERO
     seen = after = FULL
-    before = key_at(packed, position - ONE)
-    while position < num_hashes:
-        key = key_at(packed, position)
-        cell = find(cells, directory, layout, key)
-        row = np.uint64(cells[cell, ROW])
-        if row == ZERO and np.uint64(segments[cell >> layout[2], HELD]) >= limit:
-            if split(cells, directory, segments, state, key):
-                continue
-            break
-        if row != seen:
-            after = stepped(rows, words, state, row, instance, tier, ONE)
-            if after == FULL:
+    is_full = False
+    for run in range(ends.size):
+        end = ends[run]
+        position = max(position, begin + ONE)
+        begin = end
+        before = key_at(packed, position - ONE)
+        while position < end:
+            key = key_at(packed, position)
+            cell = find(cells, directory, layout, key)
+            row = np.uint64(cells[cell, ROW])
+            if row == ZERO and np.uint64(segments[cell >> layout[2], HELD]) >= limit:
+                if split(cells, directory, segments, state, key):
+                    continue
+                is_full = True
                 break
-            seen = row
-        if after != row:
-            if row == ZERO:
-                fill_cell(cells, cell, key, after, before)
-                segments[cell >> layout[2], HELD] += np.uint32(1)
-                state[NUM_BLOCKS] += ONE
-            else:
-                rows[row, BLOCKS] -= ONE
-                cells[cell, ROW] = np.uint32(after)
-            rows[after, BLOCKS] += ONE
-            num_new += ONE
-            xor ^= mix64(key)
-        before = key
-        position += ONE
+            if row != seen:
+                after = stepped(rows, words, state, row, instance, tier, ONE)
+                if after == FULL:
+                    is_full = True
+                    break
+                seen = row
+            if after != row:
+                if row == ZERO:
+                    fill_cell(cells, cell, key, after, before)
+                    segments[cell >> layout[2], HELD] += np.uint32(1)
+                    state[NUM_BLOCKS] += ONE
+                else:
+                    rows[row, BLOCKS] -= ONE
+                    cells[cell, ROW] = np.uint32(after)
+                rows[after, BLOCKS] += ONE
+                num_new += ONE
+                xor ^= mix64(key)
+            before = key
+            position += ONE
+        if is_full:
+            break
     digests[instance, tier, COUNT] += num_new
     digests[instance, tier, XOR] ^= xor
     return num_new, position

@@ -1,6 +1,7 @@
-"""Compiled code for prompts: token ids out of JSON text, and the hashes of their blocks.
+"""Fast code for prompts: token ids and hashes out of JSON text, and the hashes of blocks.
 
-    [17, 4, 128000]  --read_token_list-->  u32 tokens  --hash_chain-->  16 bytes a block
+    [17, 4, 128000]    --read_token_list-->  u32 tokens  --hash_chain-->  16 bytes a block
+    ["00ff..", "..."]  --read_hash_list-->   16 bytes a block
 
 `hash_chain` is XXH3-128 (github.com/Cyan4973/xxHash, seed 0, default secret) for contents of whole
 u32 words, 20 bytes or more: a parent and the tokens of a block. Equal to schemas.hashing, which is
@@ -10,6 +11,7 @@ Words are uint64 or uint32. Nothing compiled here calls into another file: see k
 """
 
 import sys
+from binascii import unhexlify
 from typing import Any
 
 import numpy as np
@@ -299,3 +301,29 @@ def read_token_list(text: bytes, begin: int = 0) -> tuple[bytes, int] | None:
     tokens = np.empty((len(text) - begin) // 2 + 1, np.uint32)
     count, end = read_tokens(np.frombuffer(text, np.uint8)[begin:], tokens)
     return (tokens[:count].tobytes(), begin + end + 1) if count else None
+
+
+HASH_DIGITS = 32
+#: what stands between hashes, as everybody writes it
+_GAPS = (b'","', b'", "')
+
+
+def read_hash_list(text: bytes, begin: int) -> tuple[bytes, int] | None:
+    """Return the JSON array of hashes that begins at a `[`, packed, and where it ends.
+
+    None if it is empty, or not strings of 32 hex digits and nothing else with a gap as usual.
+    """
+    end = text.find(b"]", begin)
+    if end < 0 or text[begin + 1 : begin + 2] != b'"' or text[end - 1 : end] != b'"':
+        return None
+    for gap in _GAPS:
+        items = text[begin + 2 : end - 1] + gap
+        if len(items) % (HASH_DIGITS + len(gap)):
+            continue
+        rows = np.frombuffer(items, np.uint8).reshape(-1, HASH_DIGITS + len(gap))
+        if (rows[:, HASH_DIGITS:] == np.frombuffer(gap, np.uint8)).all():
+            try:
+                return unhexlify(rows[:, :HASH_DIGITS].tobytes()), end + 1
+            except ValueError:
+                return None
+    return None

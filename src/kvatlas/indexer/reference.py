@@ -1,12 +1,13 @@
 """The index as one would explain it: the judge of the fast one, and its stand-in without numba."""
 
 import sys
+from collections.abc import Sequence
 from itertools import count
 
 import msgspec
 
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, bytes_of
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, bytes_of
 from kvatlas.indexer.tree import PlainRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
@@ -45,6 +46,12 @@ class ReferenceIndex:
             held.setdefault(key, before)
             before = key
         return len(held) - num_before
+
+    def store_runs(self, instance: int, tier: Tier, runs: Sequence[tuple[bytes, bytes]]) -> int:
+        for parent, hashes in runs:
+            check_hash(parent)
+            check_packed(hashes)
+        return sum(self.store(instance, tier, parent, hashes) for parent, hashes in runs)
 
     def remove(self, instance: int, tier: Tier, hashes: bytes) -> int:
         check_packed(hashes)
@@ -109,8 +116,9 @@ class ReferenceIndex:
                     slots.setdefault(key, set()).add((instance, tier))
         return radix_view(PlainRuns(self._parents(), slots), depth, width)
 
-    def export(self) -> dict[str, memoryview]:
-        return {"reference.held": memoryview(msgspec.msgpack.encode(self._held))}
+    def export(self) -> Export:
+        held = msgspec.msgpack.encode(self._held)
+        return lambda: {"reference.held": memoryview(held)}
 
     def restore(self, parts: Parts) -> None:
         kept = bytes_of(parts, "reference.held")

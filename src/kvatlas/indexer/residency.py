@@ -13,7 +13,7 @@ from kvatlas.indexer.index import PrefixIndex, TreeNode
 from kvatlas.indexer.instances import Instance, OpenInventory
 from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, TreeRun
-from kvatlas.indexer.snapshot import Exportable, Parts
+from kvatlas.indexer.snapshot import Export, Exportable, Parts
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -73,18 +73,27 @@ class Residency:
 
     # --- events; all raise IndexFull ----------------------------------------------------------
 
-    def store(self, instance: Instance, event: BlockStored) -> None:
-        """Add a run of blocks."""
-        self._touch(instance, event.tier)
-        if instance.number is not None:
+    def store(self, instance: Instance, *events: BlockStored) -> None:
+        """Add runs of blocks to one tier."""
+        tier = events[0].tier
+        self._touch(instance, tier)
+        if instance.number is None:
+            return
+        if len(events) == 1:
+            (event,) = events
             parent = event.parent or event.root
-            self._index.store(instance.number, event.tier, parent, event.hashes)
+            self._index.store(instance.number, tier, parent, event.hashes)
+        else:
+            runs = [(event.parent or event.root, event.hashes) for event in events]
+            self._index.store_runs(instance.number, tier, runs)
 
-    def remove(self, instance: Instance, event: BlockRemoved) -> None:
-        """Take blocks out of a tier."""
-        self._touch(instance, event.tier)
+    def remove(self, instance: Instance, *events: BlockRemoved) -> None:
+        """Take blocks out of one tier."""
+        tier = events[0].tier
+        self._touch(instance, tier)
         if instance.number is not None:
-            self._index.remove(instance.number, event.tier, event.hashes)
+            hashes = b"".join([event.hashes for event in events])
+            self._index.remove(instance.number, tier, hashes)
 
     def clear(self, instance: Instance, event: AllBlocksCleared) -> None:
         """Empty tiers. What is known to be empty is as good as an inventory."""
@@ -157,7 +166,7 @@ class Residency:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def export(self) -> tuple[ResidencyTables, dict[str, memoryview]]:
+    def export(self) -> tuple[ResidencyTables, Export]:
         """Return what `restore` needs beside the instances. O(index)."""
         tables = ResidencyTables(
             excluded=self._named.excluded,
@@ -189,8 +198,7 @@ class Residency:
         told = digest_of_packed(b"".join(hashes for _, hashes in runs))
         if self._index.digest(instance.number, tier) != told:
             self._index.clear(instance.number, tier)
-            for root, hashes in runs:
-                self._index.store(instance.number, tier, root, hashes)
+            self._index.store_runs(instance.number, tier, runs)
         instance.inventoried.add(tier)
         instance.verified.discard(tier)
 

@@ -149,7 +149,14 @@ class IndexService:
         self.loaded: Loaded | None = None
         self._writer: SnapshotWriter | None = None
         if snapshots is not None:
-            self._writer = SnapshotWriter(bus, snapshots, name, self._cut, self._cut_sequence)
+            self._writer = SnapshotWriter(
+                bus,
+                snapshots,
+                name,
+                self._cut,
+                self._cut_sequence,
+                lambda: state.stats().memory_bytes,
+            )
         #: publish to fold in ns, of the latest live messages
         self._delays_ns: deque[int] = deque(maxlen=4096)
         #: at most one for each epoch of an instance: the fold proposes an expiry once
@@ -262,7 +269,7 @@ class IndexService:
         if not self.is_ready:
             return None
         started = time.perf_counter()
-        parts = self.state.export()
+        export = self.state.export()
         newest = self._newest
         about = About(
             stream_sequence=self.state.stream_sequence,
@@ -272,7 +279,7 @@ class IndexService:
             taken_ns=time.time_ns(),
             writer=self._name,
         )
-        return Cut(about, parts, time.perf_counter() - started)
+        return Cut(about, export, time.perf_counter() - started)
 
     # --- the log ------------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """What a snapshot of the fold is made of; the bytes around it are in snapshot_format.py.
 
-    IndexState.export --> {"tables": ..., "flat.cells": ..., ...} --> IndexState.restore
+    IndexState.export --> copy --> {"tables": ..., "flat.rows": ..., ...} --> IndexState.restore
 
-Parts are one consistent cut and stand for exactly the stream sequence that the tables name. An
-array is a part as it lies in memory, so restoring it is a copy.
+Parts are one consistent cut and stand for exactly the stream sequence that the tables name.
+Arrays are parts as they lie in memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,8 @@ from kvatlas.schemas.errors import InvalidInput
 
 #: name -> bytes; nobody changes them afterwards
 Parts = Mapping[str, memoryview]
+#: a copy that is made; asked once, in any thread, it is put into parts
+Export = Callable[[], dict[str, memoryview]]
 
 
 class InvalidSnapshot(InvalidInput):
@@ -26,8 +28,8 @@ class InvalidSnapshot(InvalidInput):
 class Exportable(Protocol):
     """What an index has to do besides, so that snapshots can be taken of it."""
 
-    def export(self) -> dict[str, memoryview]:
-        """Return a copy of everything in it, as of now. O(index), in one go."""
+    def export(self) -> Export:
+        """Copy everything in it, as of now. O(index), in one go; parts are made later."""
         ...
 
     def restore(self, parts: Parts) -> None:

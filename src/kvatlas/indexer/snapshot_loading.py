@@ -91,7 +91,7 @@ def _restore(state: IndexState, about: About, parts: Parts) -> None:
         if state.state_digest() != about.state_digest:
             raise InvalidSnapshot("its digest is another one")
     except (InvalidSnapshot, IndexFull):
-        state.restore(before)
+        state.restore(before())
         raise
 
 

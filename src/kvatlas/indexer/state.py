@@ -7,6 +7,10 @@ No I/O, no clock, no logger: the live service and a replay run exactly this, so 
 equal `state_digest`. What changes with time alone (silence, lag) is laid over it in live.py.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import cast
+
 import msgspec
 import xxhash
 from msgspec import Struct
@@ -26,7 +30,7 @@ from kvatlas.indexer.reader import (
     serving_views,
 )
 from kvatlas.indexer.residency import Residency, ResidencyTables
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, bytes_of
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, bytes_of
 from kvatlas.indexer.stimuli import (
     BatchArrived,
     ControlArrived,
@@ -182,8 +186,8 @@ class IndexState:
         instance.seq = batch.seq
         instance.last_event_ns = broker_ns
         self._counters.batches += 1
-        for event in batch.events:
-            self._take_event(instance, event, effects)
+        for events in alike(batch.events):
+            self._take_events(instance, events, effects)
             if instance.trust is _GONE:
                 break
         for skipped in rejected:
@@ -213,25 +217,28 @@ class IndexState:
             self._take_gap(instance, batch.seq, effects)
         return True
 
-    def _take_event(self, instance: Instance, event: KvEvent, effects: list[Effect]) -> None:
-        self._counters.events += 1
+    def _take_events(
+        self, instance: Instance, events: Sequence[KvEvent], effects: list[Effect]
+    ) -> None:
+        """Take in events that are alike: one, or several about blocks of one tier."""
+        self._counters.events += len(events)
         try:
-            match event:
+            match events[0]:
                 case BlockStored():
-                    self._residency.store(instance, event)
+                    self._residency.store(instance, *cast("Sequence[BlockStored]", events))
                 case BlockRemoved():
-                    self._residency.remove(instance, event)
-                case Digest():
+                    self._residency.remove(instance, *cast("Sequence[BlockRemoved]", events))
+                case Digest() as event:
                     self._take_digest(instance, event, effects)
-                case Inventory():
+                case Inventory() as event:
                     self._residency.take_inventory(instance, event)
-                case AllBlocksCleared():
+                case AllBlocksCleared() as event:
                     self._residency.clear(instance, event)
-                case WorkerUp():
-                    self._residency.introduce(instance, event.info)
+                case WorkerUp(info):
+                    self._residency.introduce(instance, info)
                     self._fleet_version += 1
-                case WorkerDown():
-                    self._end(instance, instance.epoch, f"down: {event.reason}")
+                case WorkerDown(reason):
+                    self._end(instance, instance.epoch, f"down: {reason}")
                 case Resync():
                     self._counters.resyncs += 1
                     self._damage(instance, Damage.resync, "", effects)
@@ -469,12 +476,12 @@ class IndexState:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def export(self) -> dict[str, memoryview]:
-        """Return a copy of everything, which stands for exactly `stream_sequence`.
+    def export(self) -> Export:
+        """Copy everything, as of exactly `stream_sequence`.
 
-        O(index), in one go: nothing is folded in meanwhile.
+        O(index), in one go: nothing is folded in meanwhile. Parts are made of the copy later.
         """
-        residency, parts = self._residency.export()
+        residency, index = self._residency.export()
         tables = _Tables(
             stream_sequence=self._stream_sequence,
             instances=list(self._instances.values()),
@@ -484,7 +491,8 @@ class IndexState:
             counters=self._counters,
             rejected=[(*key, count) for key, count in self._rejected.items()],
         )
-        return {"tables": memoryview(msgspec.msgpack.encode(tables)), **parts}
+        encoded = msgspec.msgpack.encode(tables)
+        return lambda: {"tables": memoryview(encoded), **index()}
 
     def restore(self, parts: Parts) -> None:
         """Become what was exported; what is folded in next has the same effect as there.
@@ -558,6 +566,25 @@ class IndexState:
             num_blocks=sum(digest.count for digest in digests.values()),
             last_event_ns=instance.last_event_ns,
         )
+
+
+def alike(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
+    """Split events into runs that the index can take at once: same kind, same tier."""
+    if len(events) == 1:
+        yield events
+        return
+    for about, run in groupby(events, key=_what_it_is_about):
+        if about is None:
+            for event in run:
+                yield (event,)
+        else:
+            yield tuple(run)
+
+
+def _what_it_is_about(event: KvEvent) -> tuple[type[KvEvent], Tier] | None:
+    if isinstance(event, BlockStored | BlockRemoved):
+        return type(event), event.tier
+    return None
 
 
 def _says_nothing_new(record: ControlRecord, instance: Instance) -> bool:

@@ -1,0 +1,114 @@
+"""However a prompt is sent, and in tokens or hashes, the same decision comes of it."""
+
+from array import array
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.indexer import prompt_kernel
+from kvatlas.router.requests import ScoreRequest, decode_score_request
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
+from kvatlas.schemas.settings import RouterSettings
+from testkit.fleet import MODEL, Fleet
+
+prompt_kernel.warm()
+SETTINGS = RouterSettings()
+JSON, MSGPACK = "application/json", "application/x-msgpack"
+ADAPTERS = {"style": MODEL}
+DESCRIPTORS = [
+    NamespaceDescriptor(block_tokens, algorithm)
+    for block_tokens in (1, 4, 16)
+    for algorithm in HashAlgorithm
+]
+
+prompts = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70)
+adapters = st.sampled_from([None, "style"])
+#: of each worker: how many leading blocks of the prompt it holds
+holdings = st.lists(st.integers(0, 20), min_size=1, max_size=4)
+
+
+def in_tokens(prompt: list[int], lora: str | None) -> dict[str, ScoreRequest]:
+    packed, said = array("I", prompt).tobytes(), {"model": MODEL, "lora": lora}
+    in_json = msgspec.json.encode({**said, "token_ids": prompt})
+    in_msgpack = msgspec.msgpack.encode({**said, "tokens": packed})
+    query = f"model={MODEL}" + (f"&lora={lora}" if lora else "")
+    return {
+        "json": decode_score_request(in_json, JSON, SETTINGS),
+        "msgpack": decode_score_request(in_msgpack, MSGPACK, SETTINGS),
+        "octets": decode_score_request(
+            packed, "application/octet-stream", SETTINGS, query.encode()
+        ),
+    }
+
+
+def in_hashes(
+    prompt: list[int], lora: str | None, descriptor: NamespaceDescriptor, is_told: bool
+) -> dict[str, ScoreRequest]:
+    chain = BlockHasher(descriptor.namespace(MODEL, lora, None)).chain(prompt)
+    said: dict[str, Any] = {"model": MODEL, "lora": lora, "num_tokens": len(prompt)}
+    if is_told:
+        said |= {"block_tokens": descriptor.block_tokens, "algorithm": descriptor.algorithm}
+    digits = [chain[at : at + 16].hex() for at in range(0, len(chain), 16)]
+    bodies = {
+        "json": (msgspec.json.encode({**said, "block_hashes": digits}), JSON),
+        "base64": (msgspec.json.encode({**said, "block_hashes_b64": chain}), JSON),
+        "msgpack": (msgspec.msgpack.encode({**said, "block_hashes": chain}), MSGPACK),
+    }
+    return {name: decode_score_request(*body, SETTINGS) for name, body in bodies.items()}
+
+
+def a_fleet(
+    held: list[int], prompt: list[int], lora: str | None, descriptor: NamespaceDescriptor
+) -> Fleet:
+    fleet = Fleet()
+    for number, num_blocks in enumerate(held):
+        name = f"w{number}"
+        fleet.up(
+            name,
+            block_tokens=descriptor.block_tokens,
+            algorithm=descriptor.algorithm,
+            adapters=ADAPTERS,
+        )
+        fleet.holds(name, prompt, num_blocks=num_blocks, lora=lora)
+    return fleet
+
+
+@given(prompts, adapters, holdings, st.sampled_from(DESCRIPTORS), st.booleans())
+def test_every_body_gets_the_same_answers(
+    prompt: list[int],
+    lora: str | None,
+    held: list[int],
+    descriptor: NamespaceDescriptor,
+    is_told: bool,
+) -> None:
+    fleet = a_fleet(held, prompt, lora, descriptor)
+    requests = [
+        *in_tokens(prompt, lora).values(),
+        *in_hashes(prompt, lora, descriptor, is_told).values(),
+    ]
+    expected = None
+    for request in requests:
+        router = fleet.router()  # each is the first that its router is asked
+        answers = router.score(request), router.route(request)
+        expected = expected or answers
+        assert answers == expected
+
+
+@given(prompts, adapters, holdings, st.permutations(DESCRIPTORS))
+def test_hashes_see_what_their_group_holds(
+    prompt: list[int],
+    lora: str | None,
+    held: list[int],
+    descriptors: list[NamespaceDescriptor],
+) -> None:
+    mine, other = descriptors[:2]
+    fleet, alone = (a_fleet(held, prompt, lora, mine) for _ in range(2))
+    fleet.up("other", block_tokens=other.block_tokens, algorithm=other.algorithm, adapters=ADAPTERS)
+    fleet.holds("other", prompt, lora=lora)
+    alone.up("elsewhere", model="another")
+    alone.tell("elsewhere")  # both logs have one length, which answers tell
+    for request in in_hashes(prompt, lora, mine, is_told=True).values():
+        assert fleet.router().score(request) == alone.router().score(request)
