@@ -14,6 +14,7 @@ from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.budgets import BudgetSettings
 from kvatlas.indexer.service import IndexService, ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import StreamRefused
@@ -379,3 +380,47 @@ async def test_a_refused_record_is_proposed_again(
         await eventually(lambda: service.num_control_records == 1)
         await eventually(lambda: not service.index.match(hashes(1)))
     assert refusing.num_refused == 1
+
+
+# --- what replicas propose ------------------------------------------------------------------------
+
+
+async def test_who_gives_no_inventory_is_forgotten_once_by_all_replicas(
+    bus: MemoryBus, broker: MemoryBroker
+) -> None:
+    settings = msgspec.structs.replace(FAST, max_vain_inventory_requests=2)
+    async with (
+        broker.connect() as other,
+        a_service(bus, settings, "one") as one,
+        a_service(other, settings, "two") as two,
+    ):
+        await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=3))
+        for service in (one, two):
+            await eventually(lambda service=service: service.state.stats().forgotten == 1)  # type: ignore[misc]
+            assert service.index.match(hashes(1)) == []
+        await publish(bus, a_batch(inventory(1, 2, as_of=3), digest(1, 2), seq=4))
+        await eventually(is_exact(one))
+        await eventually(is_exact(two))
+        assert one.state.state_digest() == two.state.state_digest()
+
+
+async def test_a_storm_is_throttled_and_heals_by_the_inventory(bus: MemoryBus) -> None:
+    budget = BudgetSettings(bytes_per_second=1_000.0, burst_bytes=20_000.0, throttle_seconds=0.1)
+    settings = msgspec.structs.replace(FAST, budget=budget)
+
+    async def give_inventory(_: bytes) -> bytes:
+        seq = service.state.instance(W1).seq  # type: ignore[union-attr]
+        told = (inventory(1, 2, as_of=seq), digest(1, 2))
+        await publish(bus, a_batch(*told, seq=seq + 1))
+        return b""
+
+    async with a_service(bus, settings) as service:
+        await bus.serve(inventory_subject(W1), give_inventory)
+        await publish(bus, a_batch(up(), stored(1)), a_batch(up(), worker="w2"))
+        await publish(bus, *(a_batch(stored(*range(1, 100)), seq=seq) for seq in range(2, 30)))
+        await eventually(lambda: service.state.stats().throttles == 1)
+        other = service.index.instance(InstanceId("w2", 0))
+        assert other
+        assert other.trust is Trust.exact
+        await eventually(is_exact(service))
+        assert [match.num_blocks for match in service.index.match(hashes(1, 2, 3))] == [2]

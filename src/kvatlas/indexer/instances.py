@@ -36,6 +36,8 @@ class Damage(StrEnum):
     index_full = "index_full"
     #: whoever speaks for it has missed something of the engine for good
     doubted = "doubted"
+    #: it said more than its budget: for a while nothing that it said had an effect
+    throttled = "throttled"
     #: others found its KV wrong: it serves, but nothing of it counts as a match
     quarantined = "quarantined"
 
@@ -99,6 +101,12 @@ class Instance(Struct):
     controls: set[tuple[str, str]] = msgspec.field(default_factory=set)
     #: the expiry of this epoch has been noticed here
     is_expiring: bool = False
+    #: since when nothing that it says has an effect, by the broker's clock; 0 for not
+    throttled_ns: int = 0
+    #: per kind of record that comes again and again: how many there were in this epoch
+    num_records: dict[str, int] = msgspec.field(default_factory=dict)
+    #: per such kind: the number of the record that was proposed here last
+    proposed: dict[str, int] = msgspec.field(default_factory=dict)
     last_event_ns: int = 0
 
     @property

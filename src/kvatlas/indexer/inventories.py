@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+from collections.abc import Callable
+from itertools import count
 
 from kvatlas.events.bus import Bus
 from kvatlas.events.subjects import inventory_subject
@@ -18,7 +20,8 @@ class InventoryRequests:
 
     An answer only says that the inventory is on its way through the log; the instance is asked
     again when it has not healed after the pause. Replicas ask each for themselves, so the first
-    request waits a random part of `jitter_seconds`, in which another's answer may arrive.
+    request waits a random part of `jitter_seconds`, in which another's answer may arrive. Who has
+    not healed after `give_up_after` requests is given up once, and asked on.
     """
 
     def __init__(
@@ -31,10 +34,13 @@ class InventoryRequests:
         retry_seconds: float,
         max_retry_seconds: float,
         max_requests: int,
+        give_up_after: int,
+        on_give_up: Callable[[InstanceId], None],
     ) -> None:
         self._bus, self._state = bus, state
         self._jitter_seconds, self._timeout_seconds = jitter_seconds, timeout_seconds
         self._retry_seconds, self._max_retry_seconds = retry_seconds, max_retry_seconds
+        self._give_up_after, self._on_give_up = give_up_after, on_give_up
         self._free = asyncio.Semaphore(max_requests)
         #: instances with a task of their own, or about to get one
         self._wanted: set[InstanceId] = set()
@@ -57,10 +63,12 @@ class InventoryRequests:
 
     async def _ask(self, instance: InstanceId) -> None:
         pause, retry = random.random() * self._jitter_seconds, self._retry_seconds
-        while True:
+        for number in count():
             await asyncio.sleep(pause)
             if not self._state.wants_inventory(instance):
                 break
+            if number == self._give_up_after:
+                self._on_give_up(instance)
             async with self._free:
                 await self._request(instance)
             pause, retry = retry, min(2 * retry, self._max_retry_seconds)

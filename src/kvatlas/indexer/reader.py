@@ -83,6 +83,11 @@ class IndexStats(Struct, frozen=True):
     ignored_controls: int
     ignored_expiries: int
     stream_holes: int
+    #: instances whose blocks were dropped because they gave no inventory
+    forgotten: int
+    #: times that an instance said more than its budget, and its batches without effect since
+    throttles: int
+    throttled_batches: int
     index_full: int
     rejected: tuple[RejectedCount, ...]
 

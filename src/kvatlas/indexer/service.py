@@ -22,6 +22,7 @@ from kvatlas.events.codec import encode
 from kvatlas.events.leases import watch_leases
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import control_subject
+from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
 from kvatlas.indexer.inventories import InventoryRequests
 from kvatlas.indexer.lapses import LeaseLapses
 from kvatlas.indexer.live import LiveIndex
@@ -40,9 +41,11 @@ from kvatlas.indexer.snapshot_writing import (
 )
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import (
+    BatchArrived,
     Effect,
     HoleSeen,
     LeaseExpired,
+    Proposed,
     PublishControl,
     RequestInventory,
     Stimulus,
@@ -87,6 +90,10 @@ class ServiceSettings(Struct, frozen=True):
     inventory_max_retry_seconds: float = 30.0
     #: requests under way at a time
     max_inventory_requests: int = 8
+    #: after so many in vain, half a minute by the pauses above, what the instance is believed to
+    #: hold is dropped
+    max_vain_inventory_requests: int = 6
+    budget: BudgetSettings = BudgetSettings()
 
 
 class IndexService:
@@ -126,7 +133,10 @@ class IndexService:
             retry_seconds=self._settings.inventory_retry_seconds,
             max_retry_seconds=self._settings.inventory_max_retry_seconds,
             max_requests=self._settings.max_inventory_requests,
+            give_up_after=self._settings.max_vain_inventory_requests,
+            on_give_up=self._give_up,
         )
+        self._budgets = EventBudgets(self._settings.budget)
         self._lapses = LeaseLapses(
             self._settings.lease_ended_seconds,
             self._settings.lease_missing_seconds,
@@ -284,7 +294,10 @@ class IndexService:
     # --- the log ------------------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
-        self._handle(stimulus_of(message))
+        stimulus = stimulus_of(message)
+        self._handle(stimulus)
+        if isinstance(stimulus, BatchArrived):
+            self._check_budget(stimulus, len(message.payload))
         self._newest = message
         self._newest_ns, self._newest_at = message.broker_ns, time.monotonic()
         if self.is_ready:
@@ -323,6 +336,26 @@ class IndexService:
             case _:
                 self._log.report(effect, is_history=not self.is_ready)
 
+    # --- what this replica finds -----------------------------------------------------------------
+
+    def _check_budget(self, arrived: BatchArrived, num_bytes: int) -> None:
+        batch = arrived.decoded.batch
+        instance = batch.instance
+        if not self._budgets.take(instance, num_bytes, arrived.broker_ns) and self.is_ready:
+            self._propose(instance, batch.epoch, "throttled")
+
+    def _give_up(self, instance: InstanceId) -> None:
+        known = self.state.instance(instance)
+        if known is not None and self._bus.connected:
+            self._propose(instance, known.epoch, "forgotten")
+
+    def _release_throttled(self) -> None:
+        for instance, epoch in self._budgets.due(self.state.throttled(), self._broker_ns()):
+            self._propose(instance, epoch, "released")
+
+    def _propose(self, instance: InstanceId, epoch: int, kind: str) -> None:
+        self._handle(Proposed(instance, epoch, kind, time.time_ns(), self._name))
+
     # --- what runs beside ---------------------------------------------------------------------
 
     def _start(self, part: Coroutine[object, object, None]) -> None:
@@ -352,6 +385,7 @@ class IndexService:
             self._lay_trust()
             if self.is_ready:
                 self._expire_leases()
+                self._release_throttled()
             self._pulse()
 
     def _pulse(self) -> None:
@@ -366,8 +400,11 @@ class IndexService:
 
     def _silent(self) -> frozenset[InstanceId]:
         """Return who has said nothing for too long, all by the broker's clock."""
-        broker_ns = self._newest_ns + (time.monotonic() - self._newest_at) * 1e9
-        return self.state.silent_since(int(broker_ns - self._settings.stale_seconds * 1e9))
+        return self.state.silent_since(self._broker_ns() - int(self._settings.stale_seconds * 1e9))
+
+    def _broker_ns(self) -> int:
+        """Return the broker's time by our monotonic clock: no two machines' clocks are compared."""
+        return int(self._newest_ns + (time.monotonic() - self._newest_at) * 1e9)
 
     def _expire_leases(self) -> None:
         due = self._lapses.due(self.state.alive(), self._bus.connected, time.monotonic())

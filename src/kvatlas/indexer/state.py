@@ -38,6 +38,7 @@ from kvatlas.indexer.stimuli import (
     HoleSeen,
     LeaseExpired,
     PayloadRejected,
+    Proposed,
     PublishControl,
     ReportDivergence,
     ReportGap,
@@ -74,6 +75,8 @@ __all__ = ["IndexReader", "IndexState", "IndexStats", "InstanceMatch", "Instance
 MAX_REJECTED_KINDS = 1024
 #: records about one epoch that are told apart; more are ignored
 MAX_CONTROLS = 64
+#: records that may come again in an epoch, numbered in their reason
+PROPOSED_KINDS = ("forgotten", "throttled", "released")
 _NEXT, _GONE = Verdict.next, Trust.gone
 #: kinds of events whose loss can leave the index wrong
 _STATEFUL = frozenset(
@@ -98,6 +101,9 @@ class _Counters(Struct):
     ignored_controls: int = 0
     ignored_expiries: int = 0
     stream_holes: int = 0
+    forgotten: int = 0
+    throttles: int = 0
+    throttled_batches: int = 0
     index_full: int = 0
 
 
@@ -156,7 +162,7 @@ class IndexState:
                     self._take_batch(stimulus.decoded, stimulus.broker_ns, effects)
             case ControlArrived():
                 if self._advance(stimulus.stream_sequence):
-                    self._take_control(stimulus.record, effects)
+                    self._take_control(stimulus.record, stimulus.broker_ns, effects)
             case PayloadRejected():
                 if self._advance(stimulus.stream_sequence):
                     self._reject(stimulus.worker, stimulus.kind, stimulus.reason, effects)
@@ -164,6 +170,8 @@ class IndexState:
                 self._take_hole(stimulus, effects)
             case LeaseExpired():
                 self._take_expiry(stimulus, effects)
+            case Proposed():
+                self._take_proposal(stimulus, effects)
         return effects
 
     def _advance(self, stream_sequence: int) -> bool:
@@ -186,7 +194,11 @@ class IndexState:
         instance.seq = batch.seq
         instance.last_event_ns = broker_ns
         self._counters.batches += 1
-        for events in alike(batch.events):
+        said = batch.events
+        if instance.throttled_ns:
+            self._counters.throttled_batches += 1
+            said = tuple(event for event in said if isinstance(event, WorkerUp | WorkerDown))
+        for events in alike(said):
             self._take_events(instance, events, effects)
             if instance.trust is _GONE:
                 break
@@ -299,8 +311,9 @@ class IndexState:
     ) -> None:
         """Doubt all of an instance because of a new loss, and ask for its inventory."""
         self._doubt(instance, damage, detail)
-        instance.wants_inventory = True
-        effects.append(RequestInventory(instance.id, instance.epoch))
+        if not instance.throttled_ns:  # an inventory would have no effect
+            instance.wants_inventory = True
+            effects.append(RequestInventory(instance.id, instance.epoch))
 
     def _doubt(self, instance: Instance, damage: Damage, detail: str) -> None:
         for tier in list(instance.open_inventories):
@@ -348,7 +361,7 @@ class IndexState:
 
     # --- what is not a batch ------------------------------------------------------------------
 
-    def _take_control(self, record: ControlRecord, effects: list[Effect]) -> None:
+    def _take_control(self, record: ControlRecord, broker_ns: int, effects: list[Effect]) -> None:
         known = self._instances.get(record.instance)
         # who proposes an end has seen the epoch in the log: a record about one to come is nobody's
         # honest word, and could end a living worker for good
@@ -360,17 +373,63 @@ class IndexState:
         self._counters.controls += 1
         instance = known or self._instance(record.instance)
         trust = instance.trust if instance.epoch else None
-        if record.kind == "expired":
-            self._end(instance, record.epoch, f"expired: {record.reason}")
+        if record.kind != "expired" and record.epoch > instance.epoch:
+            self._order.begin(instance.id, record.epoch)
+            self._begin(instance, record.epoch)
+        match record.kind:
+            case "expired":
+                self._end(instance, record.epoch, f"expired: {record.reason}")
+            case "quarantined":
+                self._doubt(instance, Damage.quarantined, record.reason)
+                self._residency.exclude(instance)
+            case "forgotten":
+                self._forget(instance)
+            case "throttled":
+                self._throttle(instance, broker_ns)
+            case "released":
+                self._release(instance, effects)
+        if record.kind in PROPOSED_KINDS:
+            instance.num_records[record.kind] = instance.num_records.get(record.kind, 0) + 1
         else:
-            if record.epoch > instance.epoch:
-                self._order.begin(instance.id, record.epoch)
-                self._begin(instance, record.epoch)
-            self._doubt(instance, Damage.quarantined, record.reason)
-            self._residency.exclude(instance)
-        instance.controls.add((record.kind, record.reason))
+            instance.controls.add((record.kind, record.reason))
         if instance.trust is not trust:
             self._report_trust(instance, effects)
+
+    def _forget(self, instance: Instance) -> None:
+        """Drop what it was believed to hold; what it says from now on counts, in doubt as ever."""
+        self._counters.forgotten += 1
+        self._empty(instance)
+
+    def _throttle(self, instance: Instance, broker_ns: int) -> None:
+        """Let nothing that it says have an effect, and drop what will be out of date."""
+        self._counters.throttles += 1
+        instance.throttled_ns = max(broker_ns, 1)
+        instance.wants_inventory = False
+        self._doubt(instance, Damage.throttled, "more than its budget")
+        self._empty(instance)
+
+    def _release(self, instance: Instance, effects: list[Effect]) -> None:
+        instance.throttled_ns = 0
+        instance.changed_at = [instance.seq] * NUM_TIERS
+        self._damage(instance, Damage.throttled, "", effects)
+
+    def _empty(self, instance: Instance) -> None:
+        """Give the instance a new, empty place for the rest of its epoch."""
+        for tier in list(instance.open_inventories):
+            self._residency.interrupt(instance, tier)
+        instance.inventoried.clear()
+        instance.verified.clear()
+        instance.changed_at = [instance.seq] * NUM_TIERS
+        self._residency.release(instance)
+        try:
+            self._residency.admit(instance)
+        except IndexFull as error:
+            self._take_index_full(instance, error)
+        if instance.info is not None:
+            self._residency.introduce(instance, instance.info)
+        if Damage.quarantined in instance.damages:
+            self._residency.exclude(instance)
+        self._fleet_version += 1
 
     def _take_hole(self, hole: HoleSeen, effects: list[Effect]) -> None:
         """Doubt every instance until its next batch shows whether it lost something."""
@@ -406,6 +465,27 @@ class IndexState:
             reason="lease",
             by=expiry.seen_by,
             ts_ns=expiry.now_ns,
+        )
+        effects.append(PublishControl(record))
+
+    def _take_proposal(self, proposal: Proposed, effects: list[Effect]) -> None:
+        """Propose a record, once for each time that it may be due."""
+        instance = self._instances.get(proposal.instance)
+        if instance is None or instance.epoch != proposal.epoch:
+            return
+        number = instance.num_records.get(proposal.kind, 0) + 1
+        if not _is_due(proposal.kind, instance) or instance.proposed.get(proposal.kind) == number:
+            return
+        instance.proposed[proposal.kind] = number
+        record = ControlRecord(
+            v=WIRE_VERSION,
+            worker=instance.id.worker,
+            rank=instance.id.rank,
+            epoch=instance.epoch,
+            kind=proposal.kind,
+            reason=str(number),
+            by=proposal.seen_by,
+            ts_ns=proposal.now_ns,
         )
         effects.append(PublishControl(record))
 
@@ -534,6 +614,14 @@ class IndexState:
             if each.wants_inventory
         ]
 
+    def throttled(self) -> list[tuple[InstanceId, int, int, int]]:
+        """Return (instance, epoch, since when by the broker's clock, how often in this epoch)."""
+        return [
+            (each.id, each.epoch, each.throttled_ns, each.num_records.get("throttled", 0))
+            for each in self._instances.values()
+            if each.throttled_ns and not each.is_gone
+        ]
+
     def alive(self) -> list[tuple[InstanceId, int]]:
         """Return instances and epochs that may lose their lease: not gone, nor about to be."""
         return [
@@ -588,6 +676,22 @@ def _what_it_is_about(event: KvEvent) -> tuple[type[KvEvent], Tier] | None:
 
 
 def _says_nothing_new(record: ControlRecord, instance: Instance) -> bool:
+    if record.kind in PROPOSED_KINDS:
+        # the number tells a second replica's record from the next time
+        is_next = record.reason == str(instance.num_records.get(record.kind, 0) + 1)
+        return not is_next or not _is_due(record.kind, instance)
     if instance.is_gone or (record.kind, record.reason) in instance.controls:
         return True
     return record.kind != "expired" and len(instance.controls) >= MAX_CONTROLS
+
+
+def _is_due(kind: str, instance: Instance) -> bool:
+    if instance.is_gone:
+        return False
+    match kind:
+        case "forgotten":
+            return instance.wants_inventory
+        case "throttled":
+            return not instance.throttled_ns
+        case _:
+            return bool(instance.throttled_ns)

@@ -68,7 +68,20 @@ class LeaseExpired(Struct, frozen=True):
     seen_by: str = ""
 
 
-Stimulus = BatchArrived | ControlArrived | PayloadRejected | HoleSeen | LeaseExpired
+class Proposed(Struct, frozen=True):
+    """A replica finds that something has to be done about an instance, for all replicas alike.
+
+    `kind` is forgotten, throttled or released: see ControlRecord.
+    """
+
+    instance: InstanceId
+    epoch: int
+    kind: str
+    now_ns: int
+    seen_by: str = ""
+
+
+Stimulus = BatchArrived | ControlArrived | PayloadRejected | HoleSeen | LeaseExpired | Proposed
 
 
 class PublishControl(Struct, frozen=True):

@@ -1,25 +1,37 @@
 """Compiling all kernels, or loading them from the on-disk cache: `kvatlas warm`, and each role."""
 
 import time
+from typing import Any, NamedTuple
 
 from kvatlas.indexer import fence_kernel, kernel, prompt_kernel
 
-#: their kernels are declared because they are imported
-DECLARE = (fence_kernel, kernel, prompt_kernel)
+#: a kernel is declared when its module is imported
+_MODULES = (kernel, fence_kernel, prompt_kernel)
 
 
-def warm_kernels() -> float:
-    """Have every kernel ready to be called; return the seconds it took.
+class Warmed(NamedTuple):
+    """How the kernels were got ready."""
 
-    With a cache some tenths of a second, without one about half a minute. Any thread may do it.
+    seconds: float
+    #: those that no earlier process had left in the cache, or all where there is none
+    num_compiled: int
+    #: where compiled kernels are kept for the next process; empty where nothing can be written
+    cache_folder: str
+
+
+def warm_kernels() -> Warmed:
+    """Have every kernel ready to be called. Any thread may do it; again costs nothing.
+
+    With a cache it takes some tenths of a second, without one about half a minute.
     """
     started = time.perf_counter()
     kernel.warm()
     prompt_kernel.warm()
-    return time.perf_counter() - started
-
-
-def cache_folder() -> str:
-    """Return where compiled kernels are kept for the next process; empty where nowhere."""
-    stats = getattr(kernel.store, "stats", None)
-    return str(getattr(stats, "cache_path", None) or "")
+    seconds = time.perf_counter() - started
+    kernels: list[Any] = [
+        each for module in _MODULES for each in vars(module).values() if hasattr(each, "stats")
+    ]
+    is_kept = [bool(each.stats.cache_path) for each in kernels]
+    missed = [bool(each.stats.cache_misses) or not each.stats.cache_path for each in kernels]
+    folder = str(kernels[0].stats.cache_path) if any(is_kept) else ""
+    return Warmed(seconds, sum(missed), folder)

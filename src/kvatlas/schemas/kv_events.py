@@ -173,13 +173,19 @@ class EventBatch(Struct, frozen=True, array_like=True):
 
 
 class ControlRecord(Struct, frozen=True, array_like=True):
-    """What others say about an instance; idempotent by (instance, epoch, kind, reason)."""
+    """What others say about an instance; idempotent by (instance, epoch, kind, reason).
+
+    expired      its lease ran out: the epoch has ended
+    quarantined  its KV is wrong: it serves, but nothing of it counts as a match
+    forgotten    it gives no inventory: what it was believed to hold is dropped
+    throttled    it says more than its budget: until `released`, what it says has no effect
+    """
 
     v: int
     worker: Name
     rank: Rank
     epoch: Epoch
-    kind: Annotated[str, Meta(pattern="^(expired|quarantined)$")]
+    kind: Annotated[str, Meta(pattern="^(expired|quarantined|forgotten|throttled|released)$")]
     reason: str
     by: str
     ts_ns: int

@@ -171,6 +171,11 @@ class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
     pull_deadline_seconds: Positive = 2.0
     #: events that wait for the broker; more become one resync, and the whole inventory is sent
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024**2
+    #: after a message left, events are put together for so long; long delays what readers know, 0
+    #: sends what there is at once: more messages, each of which costs broker and readers
+    coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
+    #: but not to messages larger than this; few save nothing, many make readers halt
+    coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):

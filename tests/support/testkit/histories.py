@@ -77,6 +77,7 @@ steps = st.builds(
         ["batch"] * 12
         + ["lost", "late", "repeat", "restart", "straggler"]
         + ["expired", "quarantined", "garbage", "spoofed"]
+        + ["forgotten", "throttled", "released"]
     ),
     st.integers(0, len(FLEET) - 1),
     st.lists(_events(), max_size=3).map(tuple),
@@ -90,6 +91,7 @@ def publish(history: list[Step]) -> Iterator[Published]:
     seqs = dict.fromkeys(FLEET, 0)
     lost: dict[InstanceId, EventBatch] = {}
     last: dict[InstanceId, EventBatch] = {}
+    numbers: dict[tuple[InstanceId, int, str], int] = {}
     for step in history:
         who = FLEET[step.who]
         match step.kind:
@@ -113,6 +115,12 @@ def publish(history: list[Step]) -> Iterator[Published]:
                 yield subject_of(batch), encode(batch)
             case "expired" | "quarantined":
                 control = a_control(who.worker, who.rank, epochs[who], step.kind)
+                yield subject_of(control), encode(control)
+            case "forgotten" | "throttled" | "released":
+                number = numbers[who, epochs[who], step.kind] = (
+                    numbers.get((who, epochs[who], step.kind), 0) + 1
+                )
+                control = a_control(who.worker, who.rank, epochs[who], step.kind, str(number))
                 yield subject_of(control), encode(control)
             case "garbage":
                 yield f"kv.events.model.{who.worker}.{who.rank}", b"\xc1garbage"
@@ -147,6 +155,9 @@ def validate(state: IndexState) -> None:
         position = state._order.position(name)
         assert position.epoch == instance.epoch
         assert instance.is_gone or position.seq == instance.seq
+        if instance.throttled_ns and not instance.is_gone:
+            assert Damage.throttled in instance.damages
+            assert not instance.wants_inventory
         is_excluded = name in state._residency._named.excluded
         assert is_excluded == (Damage.quarantined in instance.damages)
     assert numbers == state._residency._named.by_number

@@ -4,6 +4,7 @@
     control w1 epoch=1 expired lease                   a record about w1: kind and reason
     garbage w1 · hole 5..9                             an unreadable message; a loss of the stream
     lease-expired w1 epoch=1                           what a replica's watcher saw
+    proposed w1 epoch=1 throttled                      what a replica finds has to be done
     match 1 2 3 · trust w1 · holds w1 · count gaps     questions
 
 Events: up · down REASON · stored, removed, digest BLOCK... [tier=T] · cleared [tier=T] · resync ·
@@ -23,6 +24,7 @@ from kvatlas.indexer.stimuli import (
     Effect,
     HoleSeen,
     LeaseExpired,
+    Proposed,
     PublishControl,
     ReportDivergence,
     ReportGap,
@@ -85,6 +87,10 @@ class IndexScenario:
             case "lease-expired", [name, epoch]:
                 return self._happens(
                     LeaseExpired(_instance(name), _options([epoch])["epoch"], 0, "replica")
+                )
+            case "proposed", [name, epoch, kind]:
+                return self._happens(
+                    Proposed(_instance(name), _options([epoch])["epoch"], kind, 0, "replica")
                 )
             case "match", blocks:
                 return self._match(blocks)

@@ -1,0 +1,62 @@
+"""How much an instance may say: token buckets by the broker's clock, and when silence is lifted.
+
+    bytes said  --take-->  within its budget?   no: propose `throttled`
+    throttled for 1 s, 2 s, 4 s, ...            then: propose `released`, ask for its inventory
+
+Pure. Decides nothing by itself: the records in the log do, alike for all replicas.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from kvatlas.schemas.ids import InstanceId
+
+#: buckets kept; whoever is left out has a full one
+MAX_BUCKETS = 65_536
+
+
+class BudgetSettings(Struct, frozen=True):
+    """An engine at 20,000 tokens/s says about 50 KB/s, its whole inventory is some 10 MB."""
+
+    #: 0 limits nobody
+    bytes_per_second: float = 16_000_000.0
+    #: what may be said at once, such as inventories after a restart
+    burst_bytes: float = 256_000_000.0
+    throttle_seconds: float = 1.0
+    #: doubled each time within an epoch up to this
+    max_throttle_seconds: float = 300.0
+
+
+class EventBudgets:
+    """A bucket for each instance; it fills with time and empties by what the instance says."""
+
+    def __init__(self, settings: BudgetSettings) -> None:
+        self._settings = settings
+        #: instance -> bytes left, as of a broker's time in ns
+        self._buckets: dict[InstanceId, tuple[float, int]] = {}
+
+    def take(self, instance: InstanceId, num_bytes: int, broker_ns: int) -> bool:
+        """Take bytes out of the bucket; return whether it had as many."""
+        rate, burst = self._settings.bytes_per_second, self._settings.burst_bytes
+        if not rate:
+            return True
+        left, as_of = self._buckets.get(instance, (burst, broker_ns))
+        left = min(burst, left + max(broker_ns - as_of, 0) * rate / 1e9) - num_bytes
+        self._buckets[instance] = max(left, 0.0), max(broker_ns, as_of)
+        if len(self._buckets) > MAX_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
+        return left >= 0
+
+    def due(
+        self, throttled: Iterable[tuple[InstanceId, int, int, int]], broker_ns: int
+    ) -> Iterator[tuple[InstanceId, int]]:
+        """Yield (instance, epoch) of who has been throttled for long enough.
+
+        `throttled` are (instance, epoch, since when, how often).
+        """
+        settings = self._settings
+        for instance, epoch, since_ns, times in throttled:
+            seconds = settings.throttle_seconds * 2.0 ** min(times - 1, 32)
+            if broker_ns - since_ns >= 1e9 * min(seconds, settings.max_throttle_seconds):
+                yield instance, epoch

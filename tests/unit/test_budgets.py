@@ -1,0 +1,47 @@
+"""Who may say how much, and when silence is lifted."""
+
+from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
+from kvatlas.schemas.ids import InstanceId
+
+W1, W2 = InstanceId("w1", 0), InstanceId("w2", 0)
+SECOND = 1_000_000_000
+SETTINGS = BudgetSettings(
+    bytes_per_second=10.0, burst_bytes=100.0, throttle_seconds=1.0, max_throttle_seconds=8.0
+)
+
+
+def test_a_burst_is_within_the_budget_and_what_is_beyond_it_is_not() -> None:
+    budgets = EventBudgets(SETTINGS)
+    assert budgets.take(W1, 60, SECOND)
+    assert budgets.take(W1, 40, SECOND)
+    assert not budgets.take(W1, 1, SECOND)
+    assert budgets.take(W2, 100, SECOND)
+
+
+def test_the_bucket_fills_by_the_brokers_time_up_to_a_burst() -> None:
+    budgets = EventBudgets(SETTINGS)
+    assert budgets.take(W1, 100, SECOND)
+    assert not budgets.take(W1, 11, 2 * SECOND)
+    assert budgets.take(W1, 10, 3 * SECOND)
+    assert not budgets.take(W1, 101, 100 * SECOND)
+
+
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    budgets = EventBudgets(SETTINGS)
+    assert budgets.take(W1, 100, 9 * SECOND)
+    assert not budgets.take(W1, 1, 2 * SECOND)
+    assert not budgets.take(W1, 1, 9 * SECOND)
+    assert budgets.take(W1, 10, 10 * SECOND)
+
+
+def test_no_rate_limits_nobody() -> None:
+    budgets = EventBudgets(BudgetSettings(bytes_per_second=0))
+    assert budgets.take(W1, 10**12, SECOND)
+
+
+def test_silence_is_lifted_later_each_time_up_to_a_bound() -> None:
+    budgets = EventBudgets(SETTINGS)
+    for times, seconds in ((1, 1), (2, 2), (3, 4), (4, 8), (50, 8)):
+        throttled = [(W1, 7, SECOND, times)]
+        assert not [*budgets.due(throttled, (1 + seconds) * SECOND - 1)]
+        assert [*budgets.due(throttled, (1 + seconds) * SECOND)] == [(W1, 7)]
