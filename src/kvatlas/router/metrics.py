@@ -21,6 +21,8 @@ from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.routing import Decision
 
 SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1)
+#: of convergence_ms, as Prometheus names them
+QUANTILES = {"p50": "0.5", "p99": "0.99", "max": "1"}
 RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 8, 16)
 
 
@@ -175,14 +177,29 @@ class StateCollector(Collector):
         )
         yield GaugeMetricFamily("kv_connected", "Broker is there", value=float(feed.connected))
         yield GaugeMetricFamily("kv_ready", "Index has caught up", value=float(feed.is_ready))
+        lags = GaugeMetricFamily(
+            "kv_replication_lag_seconds",
+            "From the broker's store to the index, of the latest messages",
+            labels=["quantile"],
+        )
+        for name, lag_ms in self._service.feed.convergence_ms().items():
+            lags.add_metric([QUANTILES[name]], lag_ms / 1000)
+        yield lags
         for name, text, value in (
             ("kv_batches", "Batches folded in", stats.batches),
             ("kv_events", "Events folded in", stats.events),
             ("kv_gaps", "Gaps in an instance's sequence", stats.gaps),
             ("kv_missing_batches", "Batches that the gaps stand for", stats.missing_batches),
             ("kv_duplicate_batches", "Batches that came again", stats.duplicates),
-            ("kv_resyncs", "Losses that instances told of", stats.resyncs),
-            ("kv_digest_mismatches", "Digests unlike the index", stats.digest_mismatches),
+            ("kv_outbox_dropped", "Times an instance lost events before the log", stats.resyncs),
+            ("kv_digest_mismatch", "Digests unlike the index", stats.digest_mismatches),
+            ("kv_digest_match", "Digests equal to the index", stats.digest_matches),
+            ("kv_repairs", "Tiers replaced by an inventory", stats.inventories),
+            ("kv_repairs_dropped", "Inventories out of date or cut", stats.dropped_inventories),
+            ("kv_forgotten", "Instances forgotten for want of an inventory", stats.forgotten),
+            ("kv_throttles", "Times an instance exceeded its budget", stats.throttles),
+            ("kv_throttled_batches", "Batches without effect since", stats.throttled_batches),
+            ("kv_index_full", "Times that the index had no room", stats.index_full),
             ("kv_stream_holes", "Holes in the stream", stats.stream_holes),
         ):
             yield CounterMetricFamily(name, text, value=value)

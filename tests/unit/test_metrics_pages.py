@@ -1,0 +1,36 @@
+"""docs/metrics.md and the alert rules speak of the metrics that there are."""
+
+import re
+from pathlib import Path
+
+from prometheus_client import generate_latest
+
+from kvatlas.router.app import create_app
+from testkit.fleet import Fleet
+
+ROOT = Path(__file__).parents[2]
+#: shown by routers that have a bus to hear others on
+WITH_SIBLINGS = {"kv_router_siblings", "kv_router_signals_dropped_total"}
+
+
+def shown() -> set[str]:
+    fleet = Fleet()
+    fleet.up("w1")
+    exposition = generate_latest(create_app(fleet.router()).metrics.registry).decode()
+    named = set(re.findall(r"^# HELP (\S+)", exposition, re.MULTILINE))
+    return {name for name in named if not name.endswith("_created")} | WITH_SIBLINGS
+
+
+def test_the_page_lists_every_metric_and_no_other() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"^\| `(kv_\w+)` \|", page, re.MULTILINE)) == shown()
+
+
+def test_every_alert_asks_for_a_metric_that_exists() -> None:
+    rules = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
+    expressions = re.findall(r"^ +expr: (.+)$", rules, re.MULTILINE)
+    assert len(expressions) == rules.count("- alert:") > 10
+    for expression in expressions:
+        asked = set(re.findall(r"kv_\w+", expression))
+        assert asked
+        assert asked <= shown()
