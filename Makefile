@@ -1,7 +1,7 @@
 # `make run` and `make test` are enough on a machine with Python 3.11 or newer (Linux, macOS).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test quick fault engine bench coverage check format schemas wheel clean
+.PHONY: help run test quick fault engine bench bench-full bench-parts coverage check format schemas wheel clean
 
 # The first of these that is there, runs and is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -21,7 +21,7 @@ export PYTHONSAFEPATH = 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 .venv/.runtime: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -68,7 +68,18 @@ $(ENGINE)/.installed: pyproject.toml
 engine: .venv/.dev $(ENGINE)/.installed  ## real vLLM engines on CPU (3.5 GB, minutes): plugin, bridge, connector, router
 	$(BIN)/python tests/engine/run.py $(ARGS)
 
-bench: .venv/.dev  ## measure; results in build/bench.json
+# PEER=none measures kvatlas alone.
+PEER ?= dynamo
+BENCH = $(BIN)/python tests/bench/all.py --peer $(PEER) $(ARGS)
+PEERS := $(if $(filter none,$(PEER)),,.venv-peers/.installed)
+
+bench: .venv/.dev $(PEERS)  ## headline figures beside the peer's, minutes; writes docs/benchmarks.md
+	$(BENCH) --quick
+
+bench-full: .venv/.dev $(PEERS)  ## every figure, unattended, more than an hour; writes docs/benchmarks.md
+	$(BENCH)
+
+bench-parts: .venv/.dev  ## single parts without a peer; results in build/bench.json
 	@mkdir -p build
 	$(BIN)/pytest -m bench --benchmark-json=build/bench.json
 

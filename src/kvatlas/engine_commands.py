@@ -4,31 +4,37 @@ They register themselves on the application of `commands`; `__main__` imports bo
 """
 
 import asyncio
-import contextlib
 import json as json_module
 import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from kvatlas.commands import Creds, JsonFlag, Nats, _run, app
-from kvatlas.schemas.errors import CaptureUnreadable, InvalidSetting
-from kvatlas.worker_hooks.captures import Frame, read_capture, write_jsonl, write_kvcap
+from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.worker_hooks.captures import QUIET_SECONDS, Capture, CaptureFile, read_capture
 from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
+from kvatlas.worker_hooks.process import signals_call
 from kvatlas.worker_hooks.redaction import Redactor
+from kvatlas.worker_hooks.stream_decoding import StreamDecoding
 from kvatlas.worker_hooks.stream_rows import stream_rows
 
-CaptureFile = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
+if TYPE_CHECKING:
+    from kvatlas.worker_hooks.recording import RecordOptions
+
+CapturePath = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
 
 
 @app.command()
 def decode(
-    file: CaptureFile,
-    engine: Annotated[str, typer.Option(help="vllm, sglang, trtllm, mooncake or lmcache.")],
+    file: CapturePath,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="vllm, sglang, trtllm, mooncake or lmcache; none for what `record --nats` wrote."
+        ),
+    ] = "",
     block_tokens: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Tokens of a block; none: learn it.")
     ] = None,
@@ -41,10 +47,12 @@ def decode(
         engine=engine, block_tokens=block_tokens, model=model, worker=worker, file_stem=file.stem
     )
     capture = read_capture(file)
-    decoding = Decoding(capture.frames, options)
+    decoding = _decoding(capture, options)
+    for bad in capture.rejected:
+        decoding.reject(bad.kind)
+        _print(f"rejected ({bad.kind}): {bad.reason}")
     for line in decoding.story():
-        # what engines send may hold anything that a terminal would obey
-        print(line.encode("unicode_escape").decode())
+        _print(line)
     if capture.damage is not None:
         decoding.reject("truncated")
         print(f"kvatlas: {capture.damage}", file=sys.stderr)
@@ -52,17 +60,32 @@ def decode(
     if json:
         print(json_module.dumps(report))
         return
-    for name, ranks in report["workers"].items():
-        for rank, groups in ranks.items():
-            for group, tiers in groups.items():
-                held = ", ".join(f"{tier} {found['blocks']}" for tier, found in tiers.items())
-                print(f"{name}/{rank} group {group}: {held}")
+    for line in decoding.resident_lines():
+        _print(line)
     print(", ".join(f"{key} {value}" for key, value in report["counts"].items()))
+
+
+def _decoding(capture: Capture, options: DecodeOptions) -> Decoding | StreamDecoding:
+    """Return what reads a file: as our own log if any of it is, else as an engine's."""
+    if capture.batches:
+        of_log = StreamDecoding(capture.batches)
+        for _ in capture.frames:
+            of_log.reject("foreign_line")
+        return of_log
+    if not options.engine:
+        problem = "whose batches these are: vllm, sglang, trtllm, mooncake or lmcache"
+        raise InvalidSetting("engine", "flag --engine", problem)
+    return Decoding(capture.frames, options)
+
+
+def _print(line: str) -> None:
+    # what engines send may hold anything that a terminal would obey
+    print(line.encode("unicode_escape").decode())
 
 
 @app.command()
 def record(
-    file: CaptureFile,
+    file: CapturePath,
     endpoint: Annotated[str, typer.Option(help="Where the engine publishes.")] = "",
     replay_endpoint: Annotated[str, typer.Option(help="The engine's replay socket.")] = "",
     bind: Annotated[bool, typer.Option("--bind/--connect", help="As for `bridge`.")] = False,
@@ -77,63 +100,68 @@ def record(
     redactor = Redactor() if redact else None
     if bool(endpoint) == bool(nats):
         raise InvalidSetting("endpoint", "record", "either --endpoint or --nats is needed")
-    try:
-        opened = file.open("wb")
-    except OSError as error:
-        raise CaptureUnreadable(file, error.strerror or str(error)) from error
-    with opened as out:
+    with CaptureFile(file) as out:
         if nats:
-            num_written = _run(_record_stream(out, nats, creds, worker, redactor, seconds, batches))
+            _run(_record_stream(out, nats, creds, worker, redactor, seconds, batches))
         else:
             from kvatlas.worker_hooks.recording import RecordOptions
-            from kvatlas.worker_hooks.recording import record as frames_of
 
             options = RecordOptions(endpoint, replay_endpoint, bind, seconds, batches)
-            ready = lambda: print(f"listening to {endpoint}", flush=True)  # noqa: E731
-            frames = frames_of(options, ready)
-            num_written = _write(out, frames, redactor, is_text=file.suffix == ".jsonl")
-    print(f"{num_written} batches in {file}")
+            _record_engine(out, options, redactor)
+    print(f"{out.num_written} batches in {file}")
+
+
+def _record_engine(out: CaptureFile, options: "RecordOptions", redactor: Redactor | None) -> None:
+    """Write an engine's batches until a bound is reached or a signal comes."""
+    from kvatlas.worker_hooks.recording import Listener, stop_signals
+    from kvatlas.worker_hooks.recording import record as frames_of
+
+    def on_ready() -> None:
+        print(f"listening to {options.endpoint}", flush=True)
+
+    with stop_signals() as is_stopped:
+        for frame in frames_of(options, Listener(on_ready, _warn, is_stopped)):
+            if redactor is not None:
+                frame = frame._replace(payload=redactor.payload(frame.payload))
+            out.put_frame(frame)
 
 
 async def _record_stream(
-    out: IO[bytes],
+    out: CaptureFile,
     url: str,
     creds: str | None,
     worker: str | None,
     redactor: Redactor | None,
     seconds: float | None,
     batches: int | None,
-) -> int:
-    """Write a worker's batches as the stream keeps and gets them, one JSON object a line."""
+) -> None:
+    """Write a worker's batches as the stream keeps and gets them, until a bound or a signal."""
     from kvatlas.events.nats_bus import NatsBus
 
-    num_written = 0
-    async with NatsBus(url, creds_file=Path(creds) if creds else None) as bus:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                async for row in stream_rows(bus, worker):
-                    row = row if redactor is None else redactor.own_batch(row)
-                    out.write(msgspec.json.encode(row) + b"\n")
-                    out.flush()
-                    num_written += 1
-                    if num_written == batches:
-                        break
-    return num_written
+    bus = NatsBus(url, creds_file=Path(creds) if creds else None)
+    loop = asyncio.get_running_loop()
+    whose = f"of worker {worker!r} " if worker else ""
+    silence = f"no batch {whose}from {url} within {QUIET_SECONDS:g} s: look at --nats and --worker"
+    warning = loop.call_later(QUIET_SECONDS, _warn, silence)
+    until = asyncio.timeout(seconds)
+
+    def stop(_reason: str) -> None:
+        if not until.expired():
+            until.reschedule(loop.time())
+
+    try:
+        async with until, signals_call(stop), bus:
+            async for row in stream_rows(bus, worker):
+                warning.cancel()
+                out.put_row(row if redactor is None else redactor.own_batch(row))
+                if out.num_written == batches:
+                    break
+    except TimeoutError:
+        if not until.expired():
+            raise
+    finally:
+        warning.cancel()
 
 
-def _write(
-    out: IO[bytes], frames: Iterable[Frame], redactor: Redactor | None, *, is_text: bool
-) -> int:
-    num_written = 0
-    # an interrupt ends a recording as its bounds do
-    with contextlib.suppress(KeyboardInterrupt):
-        for frame in frames:
-            if redactor is not None:
-                frame = frame._replace(payload=redactor.payload(frame.payload))
-            if is_text:
-                write_jsonl(out, frame, time.time())
-            else:
-                write_kvcap(out, frame)
-            out.flush()
-            num_written += 1
-    return num_written
+def _warn(problem: str) -> None:
+    print(f"kvatlas: {problem}", file=sys.stderr, flush=True)

@@ -30,9 +30,10 @@ from kvatlas.indexer.reference import ReferenceIndex
 from kvatlas.indexer.service import IndexService
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.reader import SharedIndexReader
+from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.warming import cache_folder, warm_kernels
+from kvatlas.indexer.warming import warm_kernels
 from kvatlas.router.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import IndexFeed, RouterService
@@ -266,11 +267,11 @@ def _snapshots(settings: Settings) -> SnapshotSettings | None:
 
 async def _warm() -> None:
     """Have the kernels before anybody asks, and say so where that takes long."""
-    seconds = await asyncio.to_thread(warm_kernels)
-    if seconds > LONG_WARM_SECONDS:
-        where = cache_folder() or "no folder for a cache can be written to"
-        text = f"kernels  compiled in {seconds:.1f} s ({where}); `kvatlas warm` does it in advance"
-        print(text, file=sys.stderr, flush=True)
+    seconds, num_compiled, folder = await asyncio.to_thread(warm_kernels)
+    if num_compiled and seconds > LONG_WARM_SECONDS:
+        where = f"into {folder}" if folder else "for this process alone: no cache can be written"
+        text = f"kernels  {num_compiled} compiled in {seconds:.1f} s, {where}"
+        print(f"{text}; `kvatlas warm` does it in advance", file=sys.stderr, flush=True)
 
 
 def _shared_folder(settings: Settings) -> Path | None:
@@ -286,7 +287,9 @@ async def _index_pages(
         router = RouterService(
             service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
         )
-        async with server.serving(create_app(router, decides=False)):
+        app = create_app(router, decides=False)
+        app.metrics.registry.register(SnapshotCollector(service))
+        async with server.serving(app):
             yield server.url
 
 
@@ -309,7 +312,10 @@ async def _router(
         state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
         async with Siblings(bus, state, router.log.find) as siblings:
             router.say = siblings.say
-            async with server.serving(create_app(router, siblings=siblings)):
+            app = create_app(router, siblings=siblings)
+            if isinstance(feed, IndexService):
+                app.metrics.registry.register(SnapshotCollector(feed))
+            async with server.serving(app):
                 yield server.url
 
 

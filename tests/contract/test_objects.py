@@ -11,7 +11,7 @@ from kvatlas.events.embedded import embedded_server
 from kvatlas.events.folder_objects import FolderObjects
 from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.objects import ObjectStore
+from kvatlas.events.objects import Buffer, ObjectStore
 from kvatlas.schemas.errors import InvalidSubject, NotFound
 
 ADAPTERS = ["memory", "folder", pytest.param("nats", marks=pytest.mark.integration)]
@@ -67,7 +67,7 @@ async def test_what_is_put_is_what_is_got(objects: ObjectStore, content: bytes) 
 
 
 async def test_parts_lie_one_behind_the_other(objects: ObjectStore) -> None:
-    parts = [b"", b"one", memoryview(LARGE)[1:700_001], b"", memoryview(b"two")]
+    parts: list[Buffer] = [b"", b"one", memoryview(LARGE)[1:700_001], b"", bytearray(b"two")]
     await objects.put("one", parts)
     assert await content_of(objects, "one") == b"".join(parts)
 

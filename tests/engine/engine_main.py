@@ -1,7 +1,8 @@
 """A vLLM engine in a process of its own, which a test drives line by line.
 
-Reads one JSON object a line: {"do": "generate" | "reset" | "held", ...}; answers one a line on the
-descriptor that was its standard output. What the engine itself prints goes to standard error.
+Reads one JSON object a line: {"do": "generate" | "first" | "reset" | "held" | "metrics", ...};
+answers one a line on the descriptor that was its standard output. What the engine prints goes to
+standard error.
 """
 
 import json
@@ -30,12 +31,12 @@ def start(options: dict[str, Any]) -> Any:
         model=options["model"],
         enforce_eager=True,
         dtype="bfloat16",
-        max_model_len=256,
+        max_model_len=options.get("max_model_len", 256),
         max_num_seqs=4,
         block_size=32,
         num_gpu_blocks_override=options["num_blocks"],
         enable_prefix_caching=True,
-        distributed_executor_backend="uni",
+        distributed_executor_backend=options.get("executor", "uni"),
         enable_lora=bool(options.get("lora")),
         kv_events_config={
             "enable_kv_cache_events": True,
@@ -43,6 +44,7 @@ def start(options: dict[str, Any]) -> Any:
             **options["kv_events"],
         },
         kv_transfer_config=options.get("kv_transfer"),
+        disable_log_stats=False,
     )
 
 
@@ -72,6 +74,34 @@ def generate(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def first(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a prompt up to its first token, stepping as a server's engine core does.
+
+    `LLM.generate` steps without a pause while a request only waits for its blocks, and so keeps the
+    interpreter's lock from the thread that brings them; the core sleeps for a millisecond then.
+    """
+    from vllm import SamplingParams
+
+    transfer = asked.get("transfer")
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
+    )
+    engine = llm.llm_engine
+    began = time.perf_counter()
+    engine.add_request(str(time.time_ns()), {"prompt_token_ids": asked["prompt"]}, params)
+    while not (done := engine.step()):
+        time.sleep(0.001)
+    seconds = time.perf_counter() - began
+    [one] = done
+    return {
+        "cached": one.num_cached_tokens,
+        "output": list(one.outputs[0].token_ids),
+        "seconds": seconds,
+    }
+
+
 def held(llm: Any) -> dict[str, Any]:
     """Return the hashes in the engine's own block pool, by group."""
     from vllm.v1.core.kv_cache_utils import (
@@ -90,6 +120,15 @@ def held(llm: Any) -> dict[str, Any]:
     return {"groups": groups}
 
 
+def metrics(llm: Any, prefix: str) -> list[list[Any]]:
+    """Return the engine's counters of this prefix: name, labels, value."""
+    return [
+        [metric.name, dict(metric.labels), metric.value]
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix)
+    ]
+
+
 def main() -> None:
     """Serve until the input ends."""
     options = json.loads(sys.argv[1])
@@ -102,10 +141,15 @@ def main() -> None:
         match asked["do"]:
             case "generate":
                 answer = generate(llm, asked)
+            case "first":
+                answer = first(llm, asked)
             case "reset":
-                answer = {"is_reset": llm.reset_prefix_cache()}
+                is_reset = llm.reset_prefix_cache(reset_connector=asked.get("connector", False))
+                answer = {"is_reset": is_reset}
             case "held":
                 answer = held(llm)
+            case "metrics":
+                answer = {"metrics": metrics(llm, asked["prefix"])}
             case other:
                 answer = {"unknown": other}
         print(json.dumps(answer), file=ANSWERS)

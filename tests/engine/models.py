@@ -3,6 +3,7 @@
 llama    2 layers, 2 heads, vocabulary of 256 words "t0", "t1", ...
 gemma3   a sliding-window layer (64 tokens) and a full one
 lora     an adapter of rank 8 for llama
+wide     8 layers, 8 heads of 64: a block of 32 tokens is 512 KiB; for measurements only
 """
 
 import json
@@ -29,24 +30,38 @@ CHAT_TEMPLATE = (
 )
 
 
-def ensure(folder: Path) -> Path:
-    """Write the models that the folder lacks; return the folder."""
-    for name, write in (("llama", _llama), ("gemma3", _gemma3), ("lora", _lora)):
+WIDE = SHAPE | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+
+
+def ensure(folder: Path, *names: str) -> Path:
+    """Write the models of these names that the folder lacks; return the folder."""
+    for name in names or ("llama", "gemma3", "lora"):
         done = folder / name / "done"
         if not done.exists():
-            write(folder / name)
+            WRITERS[name](folder / name)
             done.touch()
     return folder
 
 
-def _llama(out: Path) -> None:
+def _llama(out: Path, shape: dict[str, Any] = SHAPE) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
     model.to(torch.bfloat16).save_pretrained(out)
     _tokenizer(out)
+
+
+def _wide(out: Path) -> None:
+    _llama(out, WIDE)
 
 
 def _gemma3(out: Path) -> None:
@@ -107,5 +122,7 @@ def _tokenizer(out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
+WRITERS = {"llama": _llama, "gemma3": _gemma3, "lora": _lora, "wide": _wide}
+
 if __name__ == "__main__":
-    ensure(Path(sys.argv[1]))
+    ensure(Path(sys.argv[1]), *sys.argv[2:])

@@ -30,6 +30,7 @@ PROOFS = {
     "bridge": "beside an unmodified engine; bridge and engine restarted in the middle",
     "connector": "one engine pulls what another has computed; the other killed",
     "router": "HTTP servers behind the router; the doctor",
+    "shutdown": "a server told to end says goodbye, though it kills its engine",
 }
 
 

@@ -15,6 +15,7 @@ from kvatlas.events.bus import KeyChange, Message
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.leases import LeaseChange, LeaseKeeper, watch_leases
 from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats_publisher import NatsPublisher
 from kvatlas.schemas.errors import BusUnavailable
 from kvatlas.schemas.ids import InstanceId
 from testkit.bus import Collected, a_stream, eventually
@@ -69,7 +70,9 @@ class Reader:
             assert numbers == list(range(1, count + 1))
 
 
-async def publish_numbers(bus: NatsBus, subjects: int, count: int, pause: int = 50) -> None:
+async def publish_numbers(
+    bus: NatsBus, subjects: int, count: int, pause: int = 50
+) -> NatsPublisher:
     """Publish 1..count to each subject; give way now and then, so that a run takes a while."""
     publisher = bus.publisher("TEST")
     for number in range(1, count + 1):
@@ -79,6 +82,7 @@ async def publish_numbers(bus: NatsBus, subjects: int, count: int, pause: int = 
             await asyncio.sleep(0.001)
     await publisher.flush()
     assert publisher.num_unacked == publisher.unacked_bytes == 0
+    return publisher
 
 
 async def test_a_broker_killed_again_and_again_loses_nothing(server: EmbeddedServer) -> None:
@@ -96,6 +100,34 @@ async def test_a_broker_killed_again_and_again_loses_nothing(server: EmbeddedSer
         await reader.until(subjects=8, count=4000)
         reader.assert_exactly_once_in_order(subjects=8, count=4000)
         assert follower.num_healed >= 3
+
+
+async def test_a_broker_killed_in_the_middle_of_batches_loses_nothing_that_it_answered(
+    server: EmbeddedServer,
+) -> None:
+    reader = Reader()
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        number = 0
+        for _ in range(4):
+            while not publisher.is_in_batch or publisher.num_unacked < 100:
+                number += 1
+                await publisher.publish("test.w0", b"%d" % number)
+                if number % 200 == 0:
+                    await asyncio.sleep(0)
+            answered = number - publisher.num_unacked
+            await server.kill()
+            await eventually(lambda: not bus.connected)
+            await server.restart()
+            async with NatsBus(server.url) as near:
+                stored = [int(m.payload) async for m in near.read_range("TEST", 1, 99_999)]
+            assert set(stored) >= set(range(1, answered + 1))
+        await publisher.flush()
+        await bus.follow("TEST", 1, reader, reader.on_hole)
+        await reader.until(subjects=1, count=number)
+        reader.assert_exactly_once_in_order(subjects=1, count=number)
+        assert publisher.num_failed_batches == 0
 
 
 async def test_a_network_that_breaks_again_and_again_loses_nothing(
@@ -176,6 +208,46 @@ async def test_answers_that_never_come_make_the_window_go_again(
         await publisher.flush()
         await reader.until(subjects=1, count=5)
         reader.assert_exactly_once_in_order(subjects=1, count=5)
+
+
+async def test_answers_to_a_batch_that_never_come_make_it_go_again(
+    server: EmbeddedServer, proxy: Proxy
+) -> None:
+    reader = Reader()
+    async with NatsBus(proxy.url, ack_seconds=0.4) as bus, NatsBus(server.url) as near:
+        await bus.declare_stream(a_stream())
+        await near.follow("TEST", 1, reader, reader.on_hole)
+        publisher = bus.publisher("TEST")
+        number = 0
+        while not publisher.is_in_batch or publisher.num_unacked < 300:
+            number += 1
+            await publisher.publish("test.w0", b"%d" % number)
+            if number % 200 == 0:
+                await asyncio.sleep(0)
+        proxy.stall()
+        await eventually(lambda: publisher.num_failed_batches > 0)
+        proxy.restore()
+        await publisher.flush()
+        await reader.until(subjects=1, count=number)
+        reader.assert_exactly_once_in_order(subjects=1, count=number)
+
+
+async def test_a_broker_that_is_away_while_a_batch_is_open_is_waited_for(
+    server: EmbeddedServer,
+) -> None:
+    reader = Reader()
+    async with NatsBus(server.url) as bus:
+        await bus.declare_stream(a_stream())
+        publishing = asyncio.create_task(publish_numbers(bus, subjects=2, count=6000, pause=500))
+        for _ in range(2):
+            await asyncio.sleep(0.05)  # somewhere in the middle
+            await server.kill()
+            await server.restart()
+        publisher = await publishing
+        assert publisher.num_batches > 0
+        await bus.follow("TEST", 1, reader, reader.on_hole)
+        await reader.until(subjects=2, count=6000)
+        reader.assert_exactly_once_in_order(subjects=2, count=6000)
 
 
 async def test_a_network_that_swallows_everything_is_given_up_and_left(

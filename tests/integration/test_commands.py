@@ -192,3 +192,10 @@ async def until_it_listens_to_signals(pid: int) -> None:
 def _signals_caught(pid: int) -> str:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(line.split()[1] for line in lines if line.startswith("SigCgt"))
+
+
+async def test_kernels_are_made_in_advance() -> None:
+    ended = await run_command("warm")
+    assert (ended.status, ended.err) == (0, "")
+    assert "kernels  ready in " in ended.out
+    assert "__pycache__" in ended.out

@@ -191,6 +191,13 @@ class TestHotProtocol:
         ]
         assert [each["match_tokens"] for each in best] == [64, 0]
 
+    async def test_who_says_keep_alive_is_answered_here(
+        self, connection: Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr("kvatlas.router.hot.HotProtocol._hand_over")
+        await connection.send(post("/v1/score", BODY, "Connection: Keep-Alive") * 2)
+        assert [(await connection.answer())[0] for _ in range(2)] == [200, 200]
+
     async def test_reports_are_taken(self, connection: Connection) -> None:
         await connection.send(post("/v1/route", BODY))
         decision_id = msgspec.json.decode((await connection.answer())[1])["decision_id"]

@@ -1,7 +1,9 @@
 """Batches on their way to the bus."""
 
+import inspect
 import itertools
 
+import msgspec
 import pytest
 
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
@@ -16,7 +18,9 @@ from kvatlas.schemas.kv_events import (
     WorkerDown,
     WorkerUp,
 )
+from kvatlas.schemas.settings import SidecarSettings
 from kvatlas.worker_hooks.outbox import Outbox
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 _clock = itertools.count(1000.0)
 UP = WorkerUp(WorkerInfo("", ("m",), NamespaceDescriptor(16)))
@@ -76,6 +80,23 @@ def test_after_a_quiet_moment_an_event_leaves_at_once() -> None:
     take_all(outbox, 10.0)
     outbox.add([STORED])
     assert outbox.seconds_until_due(11.0) == 0.0
+
+
+def test_without_coalescing_each_event_leaves_by_itself() -> None:
+    outbox = Outbox(InstanceId("w", 0), UP, coalesce_bytes=1, coalesce_seconds=0.0)
+    outbox.begin_epoch(5)
+    outbox.add([STORED, STORED])
+    outbox.add([DIGEST])
+    batches = take_all(outbox, 10.0)
+    assert [batch.events[-1] for batch in batches] == [STORED, STORED, DIGEST]
+
+
+def test_what_settings_say_is_what_an_outbox_does_unasked() -> None:
+    parameters = inspect.signature(Outbox).parameters
+    options = {field.name: field.default for field in msgspec.structs.fields(SidecarOptions)}
+    for name in ("coalesce_bytes", "coalesce_seconds"):
+        default = parameters[name].default
+        assert getattr(SidecarSettings(), name) == options[name] == default
 
 
 def test_many_events_leave_in_batches_of_bounded_size_with_consecutive_sequences() -> None:

@@ -2,28 +2,32 @@
 
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 
-import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvatlas.events.codec import encode
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
 from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_names import sequence_of
 from kvatlas.indexer.snapshot_writing import (
     SNAPSHOTS_BUCKET,
     TURN,
     TURNS_BUCKET,
     SnapshotSettings,
+    SnapshotStatus,
     SnapshotWriter,
 )
 from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import LeaseExpired, PublishControl
+from kvatlas.indexer.stimuli import LeaseExpired, Proposed, PublishControl
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import EventBatch
+from kvatlas.schemas.settings import IndexerSettings
 from testkit.builders import a_batch, arrived, hashes, stored, subject_of, up
 from testkit.bus import eventually
 
@@ -55,7 +59,7 @@ async def publish(bus: MemoryBus, *batches: EventBatch) -> None:
 def a_service(
     bus: MemoryBus, snapshots: SnapshotSettings | None = BY_HAND, name: str = "me"
 ) -> IndexService:
-    state = IndexState(FlatRadixIndex())
+    state = IndexState(FlatRadixIndex(max_bytes=64 << 20))
     return IndexService(bus, state, name=name, settings=FAST, snapshots=snapshots)
 
 
@@ -122,15 +126,16 @@ async def test_without_the_setting_nothing_is_read_or_written(bus: MemoryBus) ->
         assert (service.loaded, service.snapshots) == (None, None)
 
 
-async def test_an_expiry_that_was_only_proposed_is_proposed_again() -> None:
+async def test_a_record_that_was_only_proposed_is_proposed_again() -> None:
     """The replica that noticed may have died with its record."""
     state, later = IndexState(ReferenceIndex()), IndexState(ReferenceIndex())
     state.handle(arrived(a_batch(up())))
-    expired = LeaseExpired(W1, 1, 0)
-    assert len(state.handle(expired)) == 1
-    later.restore(state.export()())
-    (proposal,) = later.handle(expired)
-    assert isinstance(proposal, PublishControl)
+    for stimulus in (LeaseExpired(W1, 1, 0), Proposed(W1, 1, "throttled", 0)):
+        (proposal,) = state.handle(stimulus)
+        assert isinstance(proposal, PublishControl)
+        assert state.handle(stimulus) == []
+        later.restore(state.export()())
+        assert later.handle(stimulus) == [proposal]
 
 
 # --- none that can be used --------------------------------------------------------------------
@@ -248,8 +253,8 @@ async def test_snapshots_come_by_themselves_and_old_ones_go(bus: MemoryBus) -> N
         for seq in range(1, 5):
             await publish(bus, a_batch(up(), stored(seq), seq=seq))
             await bus.keys(TURNS_BUCKET).delete(TURN)
-            await eventually(lambda wanted=seq: service.snapshots.num_written == wanted)  # type: ignore[misc]
-        await eventually(lambda: service.snapshots.num_snapshots == 2)  # type: ignore[union-attr]
+            await eventually(partial(has_written, service, seq))
+        await eventually(lambda: status_of(service).num_snapshots == 2)
     entries = await bus.objects(SNAPSHOTS_BUCKET).entries()
     assert [sequence_of(entry.name) for entry in entries] == [4, 3]
 
@@ -266,6 +271,15 @@ async def test_replicas_take_turns(bus: MemoryBus) -> None:
         await bus.keys(TURNS_BUCKET).delete(TURN)
         assert await writer_of(other).look()
     assert len(await bus.objects(SNAPSHOTS_BUCKET).entries()) == 2
+
+
+def status_of(service: IndexService) -> SnapshotStatus:
+    assert service.snapshots is not None
+    return service.snapshots
+
+
+def has_written(service: IndexService, count: int) -> bool:
+    return status_of(service).num_written == count
 
 
 def writer_of(service: IndexService) -> SnapshotWriter:
@@ -285,8 +299,7 @@ async def test_nothing_is_taken_before_enough_has_come(bus: MemoryBus) -> None:
         await publish(bus, a_batch(stored(3), seq=3))
         await eventually(lambda: service.state.stream_sequence == 3)
         assert await writer_of(service).look()
-        status = service.snapshots
-        assert status is not None
+        status = status_of(service)
         assert status.num_written == 1
         assert status.num_bytes > 0
         assert status.pause_seconds > 0
@@ -298,10 +311,10 @@ async def test_an_outage_costs_a_snapshot_and_no_more(bus: MemoryBus, broker: Me
         often = SnapshotSettings(seconds=0.05, messages=1)
         async with a_service(other, often) as service:
             other.cut()
-            await eventually(lambda: service.snapshots.num_failed > 1)  # type: ignore[union-attr]
+            await eventually(lambda: status_of(service).num_failed > 1)
             assert not service.failed.is_set()
             other.restore()
-            await eventually(lambda: service.snapshots.num_written == 1)  # type: ignore[union-attr]
+            await eventually(partial(has_written, service, 1))
 
 
 async def test_the_oldest_one_near_the_beginning_of_the_log_is_told(
@@ -314,15 +327,29 @@ async def test_the_oldest_one_near_the_beginning_of_the_log_is_told(
     await bus.keys(TURNS_BUCKET).put(TURN, b"somebody else")
     async with a_service(bus) as service:
         await writer_of(service).look()
-        assert service.snapshots is not None
-        assert service.snapshots.headroom == 1
+        assert status_of(service).headroom == 1
     assert any("from where the log begins, 3" in line for line in warnings(caplog))
 
 
+async def test_metrics_tell_of_snapshots(bus: MemoryBus) -> None:
+    await publish(bus, a_batch(up(), stored(1)))
+    await snapshot_now(bus)
+    async with a_service(bus) as service:
+        await writer_of(service).look()
+        registry = CollectorRegistry()
+        registry.register(SnapshotCollector(service))
+        told = generate_latest(registry).decode()
+    assert "kv_snapshots 1.0" in told
+    assert "kv_snapshot_loaded 1.0" in told
+    assert "kv_snapshot_headroom_sequences 1.0" in told
+    async with a_service(bus, None) as service:
+        registry = CollectorRegistry()
+        registry.register(SnapshotCollector(service))
+        assert generate_latest(registry) == b""
+
+
 def test_settings_have_the_same_defaults() -> None:
-    assert msgspec.structs.asdict(SnapshotSettings()) == {
-        "seconds": 300.0,
-        "messages": 10_000,
-        "kept": 3,
-        "kept_seconds": 86_400.0,
-    }
+    at = IndexerSettings()
+    assert SnapshotSettings() == SnapshotSettings(
+        at.snapshot_seconds, at.snapshot_messages, at.snapshots_kept, at.snapshots_kept_seconds
+    )

@@ -11,6 +11,7 @@ from kvatlas.doctor.engine_hashes import MatchedHash, matched_hash
 from kvatlas.doctor.facts import Arrival, EngineFacts, EngineKind, Probe, SeenHash, Texts
 from kvatlas.router.answers import WorkerAnswer, WorkersAnswer
 from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS
 
 
 class Status(StrEnum):
@@ -101,6 +102,9 @@ def check_block_size(ranks: Sequence[WorkerAnswer], engine: EngineFacts) -> Find
     """Does the worker cut prompts as its engine does?"""
     told = {rank.block_tokens for rank in ranks}
     shown = ", ".join(str(tokens) for tokens in sorted(told))
+    if engine.odd_block_tokens:
+        says = f"the engine says {engine.odd_block_tokens!r} tokens, not 1 to {MAX_BLOCK_TOKENS}"
+        return Finding("block_size", Status.fail, says, flags.BLOCK_TOKENS[engine.kind])
     if engine.block_tokens is None:
         says = f"the engine does not say; the worker says {shown}"
         return Finding("block_size", Status.skipped, says)
@@ -108,6 +112,12 @@ def check_block_size(ranks: Sequence[WorkerAnswer], engine: EngineFacts) -> Find
         says = f"the worker says {shown} tokens, the engine has {engine.block_tokens}"
         return Finding("block_size", Status.fail, says, flags.BLOCK_TOKENS[engine.kind])
     return Finding("block_size", Status.ok, f"{engine.block_tokens} tokens on both sides")
+
+
+def unknown_block_size() -> Finding:
+    """Return that no probe can be cut, for neither side says how long a block is."""
+    says = "neither the engine nor the worker says how many tokens a block has"
+    return Finding("probe", Status.fail, says, "--block-tokens of the bridge or sidecar")
 
 
 def check_prefix_caching(engine: EngineFacts) -> Finding:

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from kvatlas.doctor.facts import EngineFacts, engine_facts
+from kvatlas.doctor.facts import UNREADABLE, EngineFacts, engine_facts
 from kvatlas.router.answers import ScoreAnswer, WorkersAnswer
 from kvatlas.schemas.errors import NoAnswer
 
@@ -83,7 +83,7 @@ class EngineClient:
                 info if status == 200 else b"",
                 _version(version),
             )
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise NoAnswer(self.url, f"/v1/models is no list of models: {error}") from error
 
     async def complete(
@@ -110,7 +110,7 @@ class EngineClient:
             return None
         try:
             return msgspec.json.decode(answer, type=_Tokenized).tokens
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None
 
     async def _serve(self, path: str, body: dict[str, Any]) -> Completed:
@@ -119,7 +119,7 @@ class EngineClient:
             return Completed(refused=f"{status} {_shown(answer)}")
         try:
             usage = msgspec.json.decode(answer, type=_Completion).usage
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise NoAnswer(self.url, f"{path} answers something else: {error}") from error
         details = usage.prompt_tokens_details if usage else None
         return Completed(details.cached_tokens if details else None)
@@ -185,21 +185,21 @@ async def _ask(
                 if len(content) > MAX_ANSWER_BYTES:
                     raise NoAnswer(url, f"answers more than {MAX_ANSWER_BYTES} bytes")
             return answer.status, bytes(content)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise NoAnswer(url, str(error) or f"no answer within {REQUEST_SECONDS:g} s") from error
 
 
 def _decoded(url: str, answer: bytes, kind: type[_Answer]) -> _Answer:
     try:
         return msgspec.json.decode(answer, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise NoAnswer(url, f"answers something else: {error}") from error
 
 
 def _version(answer: bytes) -> str:
     try:
         return msgspec.json.decode(answer, type=_Version).version
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ""
 
 

@@ -34,11 +34,13 @@ def doctor(
 ) -> None:
     """Look for silent misses between an engine and a router: one line a check, 1 if one fails."""
     from kvatlas.doctor.checks import Status
+    from kvatlas.doctor.engine_events import check_endpoint
     from kvatlas.doctor.run import DoctorOptions, run_doctor
 
     for name, url in (("engine_url", engine_url), ("router_url", router_url)):
         if not url.startswith(("http://", "https://")):
             raise InvalidSetting(name, f"flag --{name.replace('_', '-')}", "expected http(s)://")
+    check_endpoint(events_endpoint)
     options = DoctorOptions(
         engine_url=engine_url,
         router_url=router_url,

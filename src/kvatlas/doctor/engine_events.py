@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvatlas.doctor.facts import SeenHash
-from kvatlas.schemas.errors import MalformedBatch
-from kvatlas.worker_hooks.engines.registry import adapter_of
+from kvatlas.schemas.errors import InvalidSetting, MalformedBatch
+from kvatlas.worker_hooks.engines.registry import ADAPTERS, adapter_of
 from kvatlas.worker_hooks.raw_events import RawStored
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Heard:
         """Return the engine's hash of a prompt's first block, if it was told."""
         if self.missing:
             return SeenHash(None, missing=self.missing)
+        if engine not in ADAPTERS:
+            return SeenHash(None, missing=f"nobody reads the events of engine {engine!r}")
         return find_first_hash(engine, self.payloads, prompt)
 
 
@@ -41,7 +43,7 @@ def find_first_hash(engine: str, payloads: Iterable[bytes], prompt: Sequence[int
     for payload in payloads:
         try:
             events = adapter.decode(payload).events
-        except MalformedBatch:
+        except (MalformedBatch, RecursionError):
             continue
         for event in events:
             if not isinstance(event, RawStored) or event.parent is not None or not event.tokens:
@@ -51,6 +53,17 @@ def find_first_hash(engine: str, payloads: Iterable[bytes], prompt: Sequence[int
             if event.tokens.startswith(array("I", first).tobytes()):
                 return SeenHash(event.engine_hashes[0], first)
     return SeenHash(None, missing=_NOT_SEEN)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise InvalidSetting for what ZMQ could not connect to; nothing at all is no endpoint."""
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) <= 65_535
+    is_tcp = scheme == "tcp" and host not in ("", "*") and is_port
+    if endpoint and not is_tcp and not (scheme == "ipc" and address):
+        problem = f"{endpoint!r:.80} is neither tcp://HOST:PORT nor ipc://PATH"
+        raise InvalidSetting("events_endpoint", "flag --events-endpoint", problem)
 
 
 @contextlib.asynccontextmanager
@@ -63,13 +76,17 @@ async def listening(endpoint: str) -> AsyncGenerator[Heard, None]:
         import zmq
         import zmq.asyncio
     except ModuleNotFoundError:
-        yield Heard("pyzmq is not installed here")
+        yield Heard("pyzmq is not installed here: pip install 'kvatlas[bridge]'")
         return
     heard = Heard()
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
         socket.linger = 0
         socket.subscribe(b"")
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            yield Heard(f"--events-endpoint {endpoint} cannot be listened to: {error}")
+            return
         collecting = asyncio.create_task(_collect(socket, heard))
         try:
             yield heard

@@ -30,7 +30,8 @@ def matched_hash(
     """Return which seed the engine hashes with, of those that engines share."""
     hashed = _function(algorithm)
     if hashed is None:
-        return MatchedHash(missing=f"{algorithm} cannot be recomputed here")
+        hint = ": pip install cbor2" if algorithm == "sha256_cbor" else ""
+        return MatchedHash(missing=f"{algorithm} cannot be recomputed here{hint}")
     for seed in (FIXED_SEED, python_hash_seed):
         if seed is None:
             continue

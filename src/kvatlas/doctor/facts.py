@@ -9,6 +9,15 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
+from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS
+
+#: of a number that an engine says; longer ones are none
+MAX_DIGITS = 12
+#: of what is shown of such a number
+_MAX_SHOWN = 24
+#: what a decoder says to an answer that it cannot read, whatever is in it
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
 
 class EngineKind(StrEnum):
     """Whose flags to name."""
@@ -29,6 +38,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}
     #: tokens of the blocks that its events name
     block_tokens: int | None = None
+    #: what it says instead of a size that a block may have
+    odd_block_tokens: str = ""
     prefix_caching: bool | None = None
     #: how it names blocks in its own events
     hash_algorithm: str | None = None
@@ -88,7 +99,7 @@ class _ServerInfo(Struct, frozen=True):
     """The part of SGLang's /server_info that matters here."""
 
     version: str = ""
-    page_size: int | None = None
+    page_size: msgspec.Raw = msgspec.Raw(b"")
     disable_radix_cache: bool | None = None
 
 
@@ -97,7 +108,7 @@ def engine_facts(
 ) -> EngineFacts:
     """Return what /v1/models, /metrics and, of SGLang, /server_info say.
 
-    Raises msgspec.DecodeError when the first is no list of models.
+    Raises one of `UNREADABLE` when the first is no list of models.
     """
     cards = msgspec.json.decode(models, type=_Models).data
     base = tuple(card.id for card in cards if card.parent is None)
@@ -117,12 +128,14 @@ def _vllm_facts(
     if not size.isdecimal():
         size = labels.get("block_size", "")
     caching = labels.get("enable_prefix_caching")
+    block_tokens, odd = _block_tokens(size)
     return EngineFacts(
         kind=EngineKind.vllm,
         version=version,
         models=models,
         adapters=adapters,
-        block_tokens=int(size) if size.isdecimal() else None,
+        block_tokens=block_tokens,
+        odd_block_tokens=odd,
         prefix_caching=None if caching is None else caching == "True",
         hash_algorithm=labels.get("prefix_caching_hash_algo"),
     )
@@ -133,17 +146,28 @@ def _sglang_facts(
 ) -> EngineFacts:
     try:
         info = msgspec.json.decode(server_info or b"{}", type=_ServerInfo)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         info = _ServerInfo()
     disabled = info.disable_radix_cache
+    block_tokens, odd = _block_tokens(bytes(info.page_size).decode(errors="replace"))
     return EngineFacts(
         kind=EngineKind.sglang,
         version=info.version,
         models=models,
         adapters=adapters,
-        block_tokens=info.page_size,
+        block_tokens=block_tokens,
+        odd_block_tokens=odd,
         prefix_caching=None if disabled is None else not disabled,
     )
+
+
+def _block_tokens(said: str) -> tuple[int | None, str]:
+    """Return the size that a text says, or what it says instead; nothing and None say nothing."""
+    if said in ("", "None", "null"):
+        return None, ""
+    if said.isdecimal() and len(said) <= MAX_DIGITS and 1 <= int(said) <= MAX_BLOCK_TOKENS:
+        return int(said), ""
+    return None, said if len(said) <= _MAX_SHOWN else f"{said[:_MAX_SHOWN]}... ({len(said)} long)"
 
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

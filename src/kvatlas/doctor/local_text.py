@@ -3,13 +3,19 @@
 Both are optional (extra `tokenizer`); what is missing here or in the files is said, not guessed.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvatlas.doctor.facts import UNREADABLE
 from kvatlas.schemas.errors import InvalidSetting
+
+#: what the code within a template may raise besides
+_TEMPLATE_ERRORS = (TypeError, LookupError, AttributeError, ArithmeticError, *UNREADABLE)
+_INSTALL = "is not installed here: pip install 'kvatlas[tokenizer]'"
 
 
 class LocalTokenizer:
@@ -34,7 +40,7 @@ class LocalTokenizer:
             from jinja2.exceptions import TemplateError
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
-            return "jinja2 is not installed here"
+            return f"jinja2 {_INSTALL}"
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -44,7 +50,7 @@ class LocalTokenizer:
             prompt = environment.from_string(template).render(
                 messages=list(messages), add_generation_prompt=True, **special
             )
-        except TemplateError as error:
+        except (TemplateError, *_TEMPLATE_ERRORS) as error:
             return f"the local chat template does not render: {error}"
         return self._ids(prompt, special=False)
 
@@ -52,21 +58,25 @@ class LocalTokenizer:
         try:
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
-            return "tokenizers is not installed here"
-        ids = Tokenizer.from_file(str(self._file)).encode(text, add_special_tokens=special).ids
-        return tuple(ids)
+            return f"tokenizers {_INSTALL}"
+        try:
+            tokenizer = Tokenizer.from_file(str(self._file))
+            return tuple(tokenizer.encode(text, add_special_tokens=special).ids)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            return f"no tokenizer of --tokenizer {self._file}: {error}"
 
     def _config(self) -> dict[str, Any]:
         file = self._file.parent / "tokenizer_config.json"
         try:
             return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             return {}
 
     def _template(self, config: dict[str, Any]) -> str:
         file = self._file.parent / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                return file.read_text(encoding="utf-8")
         template = config.get("chat_template")
         return template if isinstance(template, str) else ""
 

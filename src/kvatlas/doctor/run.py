@@ -17,6 +17,7 @@ from kvatlas.doctor.facts import Arrival, EngineFacts, Probe, Texts
 from kvatlas.doctor.local_text import LocalTokenizer
 from kvatlas.router.answers import WorkerAnswer
 from kvatlas.schemas.errors import NoAnswer
+from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS
 
 #: a probe is at least so many tokens, and at least two blocks: fewer might be known by chance
 MIN_PROBE_TOKENS = 32
@@ -88,8 +89,11 @@ async def run_doctor(options: DoctorOptions, tell: Tell) -> list[Finding]:
         found(named, checks.check_adapters(ranks, engine), block_size)
         if named.status is Status.fail:
             return findings
+        view = _view(ranks, options.rank)
+        if not 1 <= _block_tokens(engine, view) <= MAX_BLOCK_TOKENS:
+            found(checks.unknown_block_size())
+            return findings
         try:
-            view = _view(ranks, options.rank)
             rank = view.rank if len(ranks) > 1 else None
             probed = EngineClient(session, asked.url, options.api_key, rank)
             async with listening(options.events_endpoint) as heard:
@@ -99,6 +103,11 @@ async def run_doctor(options: DoctorOptions, tell: Tell) -> list[Finding]:
         except NoAnswer as error:
             found(checks.no_answer("probe", str(error), "see the log of the server"))
     return findings
+
+
+def _block_tokens(engine: EngineFacts, view: WorkerAnswer) -> int:
+    """Return how long a probe's blocks are; the worker says 0 before it has introduced itself."""
+    return engine.block_tokens or view.block_tokens
 
 
 def _view(ranks: Sequence[WorkerAnswer], rank: int | None) -> WorkerAnswer:
@@ -124,7 +133,7 @@ class _Probing:
         self._options, self._model, self._engine = options, model, engine
         self._client, self._router, self._view, self._heard = client, router, view, heard
         self._random = SystemRandom()
-        block_tokens = engine.block_tokens or view.block_tokens
+        block_tokens = _block_tokens(engine, view)
         num_blocks = max(MIN_PROBE_BLOCKS, -(-MIN_PROBE_TOKENS // block_tokens))
         self._shared = self._tokens(num_blocks * block_tokens)
         #: the last token is computed in any case: it must not cost a block
@@ -204,7 +213,8 @@ class _Probing:
         predicted = await self._match(tokens, None)
         done = await self._client.chat(self._model, messages)
         probe = Probe(len(tokens), predicted, done.reported_tokens, done.refused)
-        return checks.check_chat(probe, self._view.block_tokens, self._engine)
+        block_tokens = self._view.block_tokens or _block_tokens(self._engine, self._view)
+        return checks.check_chat(probe, block_tokens, self._engine)
 
 
 async def _texts(

@@ -4,7 +4,7 @@ A batch is decoded in one typed pass. Only where that fails is it taken apart, s
 costs itself and never its neighbours.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 from msgspec import Raw
@@ -20,9 +20,7 @@ from kvatlas.schemas.kv_events import (
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
 
-_KNOWN_TAGS = frozenset(
-    ["stored", "removed", "cleared", "up", "down", "namespace", "resync", "inventory", "digest"]
-)
+_KNOWN_TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(KvEvent))
 #: what a decoder says to bytes that it cannot read, too deeply nested ones included
 _UNREADABLE = (msgspec.DecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from secrets import token_hex
 
-from kvatlas.events.objects import ORPHAN_SECONDS, ObjectEntry, Take, check_name
+from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name
 from kvatlas.schemas.errors import NotFound, Unavailable
 
 CHUNK_BYTES = 1 << 20
@@ -21,7 +21,7 @@ class FolderObjects:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    async def put(self, name: str, parts: Iterable[Buffer]) -> None:
         check_name(name)
         unfinished = self._folder / f"{_UNFINISHED}{token_hex(8)}"
         try:
@@ -56,7 +56,7 @@ class FolderObjects:
         except OSError as error:
             raise Unavailable(f"object {name} cannot be deleted: {error}") from error
 
-    def _write(self, unfinished: Path, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    def _write(self, unfinished: Path, path: Path, parts: Iterable[Buffer]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(f"{_UNFINISHED}*"):
             if left.stat().st_mtime < time.time() - ORPHAN_SECONDS:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvatlas.events.objects import ObjectEntry, Take, check_name, chunks_of
+from kvatlas.events.objects import Buffer, ObjectEntry, Take, check_name, chunks_of
 from kvatlas.schemas.errors import NotFound
 
 CHUNK_BYTES = 64 << 10
@@ -36,7 +36,7 @@ class MemoryObjects:
     def __init__(self, bus: Connection, bucket: ObjectBucket) -> None:
         self._bus, self._bucket = bus, bucket
 
-    async def put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    async def put(self, name: str, parts: Iterable[Buffer]) -> None:
         check_name(name)
         content = bytearray()
         for chunk in chunks_of(parts, CHUNK_BYTES):

@@ -39,7 +39,7 @@ from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PushConsumer
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
-from kvatlas.events.objects import ORPHAN_SECONDS, ObjectEntry, Take, check_name, chunks_of
+from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name, chunks_of
 from kvatlas.schemas.errors import (
     BusUnavailable,
     NoResponder,
@@ -99,7 +99,7 @@ class NatsObjects:
         self._replicas = replicas
         self._on_read = on_read
 
-    async def put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    async def put(self, name: str, parts: Iterable[Buffer]) -> None:
         check_name(name)
         await self._create_bucket()
         await self._remove_orphans()

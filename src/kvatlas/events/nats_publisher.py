@@ -109,6 +109,8 @@ class NatsPublisher:
         self._batch_prefix = ""
         #: of the batch's newest message, which its end is published to
         self._batch_subject = ""
+        #: the look at the window before which that end was sent
+        self._end_look = 0
         self._num_flushing = 0
         self._look, self._next_look_at = 0, 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
@@ -239,14 +241,14 @@ class NatsPublisher:
                 return
         self._forget(number)
         self._retry_seconds = FIRST_RETRY_SECONDS
-        if self._ingest.phase is Phase.draining:
-            self._work.set()
 
     def _forget(self, number: int) -> None:
         unacked = self._unacked.pop(number, None)
         if unacked is not None:
             self._unacked_bytes -= len(unacked.payload)
             self._progress.set()
+            if self._ingest.phase is Phase.draining:
+                self._work.set()
 
     def _on_error(self, number: int, error: ApiError) -> None:
         unacked = self._unacked.get(number)
@@ -326,8 +328,10 @@ class NatsPublisher:
             for unacked in self._unacked.values()
             if unacked.look is not None and unacked.look <= self._look - LOOKS
         ]
-        if late and self._ingest.phase is not Phase.single:
-            self._leave_batches(f"no answer about {len(late)} messages")
+        phase = self._ingest.phase
+        is_end_late = phase is Phase.closing and self._end_look <= self._look - LOOKS
+        if is_end_late or (late and phase is not Phase.single):
+            self._leave_batches("answers are late")
             return
         for subject in late:
             self._fail(subject)
@@ -415,6 +419,7 @@ class NatsPublisher:
             case Phase.opening if self._ingest.is_accepted:
                 await self._fill(client)
             case Phase.open if self._ingest.is_ending or self._num_flushing:
+                self._end_look = self._look
                 with suppress(*DRIVER_ERRORS):
                     await client.publish(self._batch_subject, b"", self._ingest.end())
             case _:

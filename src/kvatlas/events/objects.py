@@ -16,6 +16,7 @@ from kvatlas.schemas.errors import InvalidSubject
 #: longer loses its beginning
 ORPHAN_SECONDS = 3_600.0
 
+Buffer = bytes | bytearray | memoryview
 #: takes the next bytes, which it must not keep a view of; returns whether it wants more
 Take = Callable[[bytes], bool]
 
@@ -36,7 +37,7 @@ class ObjectStore(Protocol):
     A name is up to 200 letters, digits, `.`, `_` and `-`; another one raises InvalidSubject.
     """
 
-    async def put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    async def put(self, name: str, parts: Iterable[Buffer]) -> None:
         """Store an object, the parts one behind the other, in place of any of this name.
 
         Others see it whole or not at all, whatever happens to this process meanwhile. Parts are
@@ -69,7 +70,7 @@ def check_name(name: str) -> None:
         raise InvalidSubject(name)
 
 
-def chunks_of(parts: Iterable[bytes | memoryview], num_bytes: int) -> Iterator[bytes]:
+def chunks_of(parts: Iterable[Buffer], num_bytes: int) -> Iterator[bytes]:
     """Cut parts that lie one behind the other into chunks of one size; the last may be shorter."""
     chunk = bytearray()
     for part in parts:

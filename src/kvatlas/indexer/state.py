@@ -586,6 +586,7 @@ class IndexState:
         for instance in tables.instances:
             # whoever noticed has proposed the record; if it got lost, we have to propose it again
             instance.is_expiring = False
+            instance.proposed.clear()
         self._residency.restore(tables.residency, parts, tables.instances)
         self._stream_sequence = tables.stream_sequence
         self._fleet_version += 1

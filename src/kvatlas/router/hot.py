@@ -229,6 +229,8 @@ _PLAIN_HEAD = re.compile(
 )
 #: headers that change how a message is read, or what becomes of its connection
 _NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade", b"connection", b"trailer"])
+#: but this one says what holds anyway
+_KEEP_ALIVE = (b"connection", b"keep-alive")
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
@@ -265,8 +267,9 @@ class HotProtocol(asyncio.Protocol):
         self._received = bytearray()
         self._pending: _Pending | None = None
         self._is_paused = self._is_ending = False
-        #: of the last sign of life, or of the head of a request that is not complete
-        self._since = self._loop.time()
+        self._idle_seconds = max(config.timeout_keep_alive, 1)
+        #: of the last answer, or of the head of a request that is not complete; None before both
+        self._since: float | None = None
         self._look: asyncio.TimerHandle | None = None
 
     # --- what the transport says ------------------------------------------------------------
@@ -302,16 +305,19 @@ class HotProtocol(asyncio.Protocol):
     # --- requests ---------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while self._received and not self._is_paused and not self._transport.is_closing():
+        """Answer a request if all of it is there; what is behind it waits for its turn."""
+        if not self._received or self._is_paused or self._transport.is_closing():
+            return
+        if self._pending is None:
+            self._pending = self._read_head()
             if self._pending is None:
-                self._pending = self._read_head()
-                if self._pending is None:
-                    self._hand_over()
-                    return
-                self._since = self._loop.time()
-            if len(self._received) < self._pending.end:
+                self._hand_over()
                 return
+            self._since = self._loop.time()
+        if len(self._received) >= self._pending.end:
             self._answer(self._pending)
+            if self._received:
+                self._loop.call_soon(self._work)
 
     def _answer(self, pending: _Pending) -> None:
         with memoryview(self._received) as received:
@@ -342,10 +348,15 @@ class HotProtocol(asyncio.Protocol):
         template = self.routes.template(path)
         fields = [line.partition(b":") for line in head[3].split(b"\r\n")[:-1]]
         headers = [(name.lower(), value.strip(b" \t")) for name, _, value in fields]
+        odd = [
+            name
+            for name, value in headers
+            if name in _NOT_PLAIN and (name, value.lower()) != _KEEP_ALIVE
+        ]
         lengths = [value for name, value in headers if name == b"content-length"]
         if template is None or len(lengths) != 1 or not lengths[0].isdigit():
             return None
-        if len(lengths[0]) > 18 or any(name in _NOT_PLAIN for name, _ in headers):
+        if odd or len(lengths[0]) > 18:
             return None
         num_bytes = int(lengths[0])
         if num_bytes > self.routes.max_body_bytes(template):
@@ -368,17 +379,19 @@ class HotProtocol(asyncio.Protocol):
         )
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
-        protocol.data_received(bytes(self._received))
+        received, self._received = bytes(self._received), bytearray()
+        protocol.data_received(received)
 
     # --- time -------------------------------------------------------------------------------
 
     def _look_later(self) -> None:
-        self._look = self._loop.call_later(self._config.timeout_keep_alive, self._look_at_clock)
+        """Look at the clock now and then: a timer for each request would cost each of them."""
+        self._look = self._loop.call_later(self._idle_seconds, self._look_at_clock)
 
     def _look_at_clock(self) -> None:
         """End a connection that is idle for too long, or sends its body too slowly."""
-        seconds = self._loop.time() - self._since
-        if self._pending is None and seconds >= self._config.timeout_keep_alive:
+        seconds = 0.0 if self._since is None else self._loop.time() - self._since
+        if self._pending is None and seconds >= self._idle_seconds:
             self._transport.close()
         elif self._pending is not None and seconds >= MAX_BODY_SECONDS:
             answer = problem_of(_too_slow())

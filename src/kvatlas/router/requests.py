@@ -49,6 +49,8 @@ Length = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
 NumCandidates = Annotated[int, Meta(ge=1, le=1024)]
 BlockTokens = Annotated[int, Meta(ge=1, le=MAX_BLOCK_TOKENS)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
+_HEX_HASHES = "the chained hashes of the prompt's full blocks, 32 hex digits each"
+_PACKED_HASHES = "the same, 16 bytes each"
 Milliseconds = Annotated[float, Meta(ge=0, le=1e10)]
 Amount = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -114,8 +116,8 @@ class ScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Name
     token_ids: list[int] | None = None
     token_ids_b64: bytes | None = None
-    block_hashes: list[str] | None = None
-    block_hashes_b64: bytes | None = None
+    block_hashes: Annotated[list[str], Meta(description=_HEX_HASHES)] | None = None
+    block_hashes_b64: Annotated[bytes, Meta(description=_PACKED_HASHES)] | None = None
     block_tokens: BlockTokens | None = None
     algorithm: HashAlgorithm | None = None
     num_tokens: NumTokens | None = None
@@ -133,7 +135,7 @@ class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     model: Name
     token_ids: list[int] | None = None
     tokens: bytes | None = None
-    block_hashes: bytes | None = None
+    block_hashes: Annotated[bytes, Meta(description=_PACKED_HASHES)] | None = None
     block_tokens: BlockTokens | None = None
     algorithm: HashAlgorithm | None = None
     num_tokens: NumTokens | None = None

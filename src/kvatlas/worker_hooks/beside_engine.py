@@ -12,8 +12,9 @@ import msgspec
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.launch import FENCED_STATUS, SidecarProcess, start_sidecar
+from kvatlas.worker_hooks.launch import FENCED_STATUS
 from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.sidecar_apart import start_apart
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 #: a sidecar that ends is started again no sooner than this after the last time
@@ -41,7 +42,7 @@ class BesideEngine:
             ring = RingWriter.create(Path(self.options.ring_path), lists=lists)
             self.hook = WorkerHook(ring)
             owned.callback(self.hook.close)
-            self.sidecar: SidecarProcess = start_sidecar(self.options)
+            self.sidecar = start_apart(self.options)
             owned.callback(lambda: self.sidecar.stop())
             self._owned = owned.pop_all()
         #: sidecars started so far; another one has made a serve pool of its own
@@ -63,7 +64,7 @@ class BesideEngine:
         self._revive_at = time.monotonic() + REVIVE_SECONDS
         _log.error("kvatlas: the sidecar has ended with %s; again", self.sidecar.exit_status)
         try:
-            self.sidecar = start_sidecar(self.options)
+            self.sidecar = start_apart(self.options)
             self.generation += 1
         except OSError as error:
             _log.error("kvatlas: no sidecar: %s", error)

@@ -4,15 +4,18 @@
     .jsonl    {"topic", "seq", "payload_hex", ...}, one a line
     raw       msgpack batches back to back, or each behind its u32 length
     JSON      one batch or event a line, or one list of event objects
+    log       batches of our own log, as `kvatlas record --nats` writes them, one JSON object a line
 
-The format is told from the content. What comes before a damage is kept.
+The format is told from the content. What comes before a damage is kept; a line or an object that
+cannot be read costs only itself.
 """
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import msgspec
 
@@ -21,9 +24,13 @@ from kvatlas.worker_hooks.msgpack_ends import end_of_value
 
 #: of a record; no engine sends nearly as much, and a damaged length often says more
 MAX_RECORD_BYTES = 256 * 1024 * 1024
+#: without a batch for so long at the beginning of a recording, somebody may wait in vain
+QUIET_SECONDS = 5.0
 _U32, _SEQ_AND_U32 = struct.Struct(">I"), struct.Struct(">QI")
 _FIXARRAYS = range(0x90, 0xA0)
 _JSON_STARTS = b"{[ \t\r\n"
+#: what reading or writing JSON and msgpack says to a value that it cannot take
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 class Frame(NamedTuple):
@@ -36,11 +43,22 @@ class Frame(NamedTuple):
     incarnation: int | None = None
 
 
+class BadLine(NamedTuple):
+    """A part of a recording that could not be read; `kind` is from a small fixed set."""
+
+    kind: str
+    reason: str
+
+
 class Capture(NamedTuple):
     """What could be read of a file, and what ended the reading before its end."""
 
     frames: list[Frame]
     damage: CaptureDamaged | None = None
+    #: what was left out on the way
+    rejected: tuple[BadLine, ...] = ()
+    #: batches of our own log, as rows of `stream_rows`
+    batches: tuple[dict[str, Any], ...] = ()
 
 
 def read_capture(path: Path) -> Capture:
@@ -50,12 +68,73 @@ def read_capture(path: Path) -> Capture:
     except OSError as error:
         raise CaptureUnreadable(path, error.strerror or str(error)) from error
     frames: list[Frame] = []
+    rejected: list[BadLine] = []
+    batches: list[dict[str, Any]] = []
+    damage = None
     try:
-        for frame in _frames(path, content):
-            frames.append(frame)
-    except CaptureDamaged as damage:
-        return Capture(frames, damage)
-    return Capture(frames)
+        for item in _items(path, content):
+            match item:
+                case Frame():
+                    frames.append(item)
+                case BadLine():
+                    rejected.append(item)
+                case _:
+                    batches.append(item)
+    except CaptureDamaged as error:
+        damage = error
+    return Capture(frames, damage, tuple(rejected), tuple(batches))
+
+
+class CaptureFile:
+    """A recording under way; each batch is in the file when the call returns.
+
+    Making one and every call raise CaptureUnreadable, with what the system says, where the file
+    cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._is_text = path, path.suffix == ".jsonl"
+        self.num_written = 0
+        try:
+            self._file: IO[bytes] = path.open("wb")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            if kind is None:
+                raise self._unwritable(error) from error
+
+    def put_frame(self, frame: Frame) -> None:
+        """Append an engine's batch, in the format that the file's name asks for."""
+        try:
+            if self._is_text:
+                write_jsonl(self._file, frame, time.time())
+            else:
+                write_kvcap(self._file, frame)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.num_written += 1
+
+    def put_row(self, row: dict[str, Any]) -> None:
+        """Append a batch of our own log as a line."""
+        try:
+            self._file.write(msgspec.json.encode(row) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.num_written += 1
+
+    def _unwritable(self, error: OSError) -> CaptureUnreadable:
+        done = f" after {self.num_written} batches" if self.num_written else ""
+        problem = f"cannot be written{done}: {error.strerror or error}; name another FILE"
+        return CaptureUnreadable(self._path, problem)
 
 
 def write_kvcap(file: IO[bytes], frame: Frame) -> None:
@@ -67,19 +146,19 @@ def write_kvcap(file: IO[bytes], frame: Frame) -> None:
 
 def write_jsonl(file: IO[bytes], frame: Frame, received: float) -> None:
     """Append a batch as a line, with its content decoded for people."""
-    try:
-        content = jsonable(msgspec.msgpack.decode(frame.payload))
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
-        content = None
     row = {
         "recv_ts": received,
         "nparts": 3,
         "topic": frame.topic,
         "seq": frame.sequence or 0,
         "payload_hex": frame.payload.hex(),
-        "decoded": content,
     }
-    file.write(json.dumps(row).encode() + b"\n")
+    try:
+        content = jsonable(msgspec.msgpack.decode(frame.payload))
+        line = json.dumps(row | {"decoded": content})
+    except _UNREADABLE:
+        line = json.dumps(row | {"decoded": None})
+    file.write(line.encode() + b"\n")
 
 
 def jsonable(value: Any) -> Any:
@@ -93,11 +172,27 @@ def jsonable(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _frames(path: Path, content: bytes) -> Iterator[Frame]:
+def with_bytes(value: Any) -> Any:
+    """Return a value of `jsonable` as it was; what only looks like bytes is None."""
+    match value:
+        case {"$bytes": str(digits)} if len(value) == 1:
+            try:
+                return bytes.fromhex(digits)
+            except ValueError:
+                return None
+        case dict():
+            return {key: with_bytes(item) for key, item in value.items()}
+        case list():
+            return [with_bytes(item) for item in value]
+        case _:
+            return value
+
+
+def _items(path: Path, content: bytes) -> "Iterator[_Item]":
     if not content:
         return iter(())
     if content[0] in _JSON_STARTS:
-        return _json_frames(path, content)
+        return _json_items(path, content)
     if content[0] >= 0x80:
         return _msgpack_frames(path, content)
     if content[0] == 0:
@@ -163,49 +258,76 @@ def _msgpack_frames(path: Path, content: bytes) -> Iterator[Frame]:
 # --- JSON -------------------------------------------------------------------------------------
 
 
-def _json_frames(path: Path, content: bytes) -> Iterator[Frame]:
+#: what a piece of JSON in a recording is; a dictionary is a batch of our own log
+_Item = Frame | BadLine | dict[str, Any]
+
+
+def _json_items(path: Path, content: bytes) -> Iterator[_Item]:
     try:
         whole = msgspec.json.decode(content)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        whole = None
-    if whole is not None:
-        yield from _frames_of(path, 0, whole)
-        return
+    except _UNREADABLE:
+        yield from _line_items(path, content)
+    else:
+        yield from _items_of(0, whole)
+
+
+def _line_items(path: Path, content: bytes) -> Iterator[_Item]:
     at = 0
     for line in content.splitlines(keepends=True):
         if line.strip():
             try:
                 value = msgspec.json.decode(line)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                raise CaptureDamaged(path, at, f"a line that is no JSON: {error}") from error
-            yield from _frames_of(path, at, value)
+            except _UNREADABLE as error:
+                kind = _kind(error)
+                if kind == "malformed_line" and not line.endswith((b"\n", b"\r")):
+                    raise CaptureDamaged(path, at, f"a line without its end: {error}") from error
+                yield BadLine(kind, f"line at byte {at}: {error}")
+            else:
+                yield from _items_of(at, value)
         at += len(line)
 
 
-def _frames_of(path: Path, at: int, value: Any) -> Iterator[Frame]:
-    """Yield the frames of one JSON value: a recorded row, a batch, or events."""
+def _items_of(at: int, value: Any) -> Iterator[_Item]:
+    """Yield what one JSON value is: a recorded row, a batch, or events."""
     match value:
-        case {"payload_hex": str(digits)}:
-            yield _row_frame(path, at, value, digits)
-        case dict():
-            yield _object_frame(value)
         case [dict(), *_]:
-            for item in value:
-                yield _object_frame(item)
-        case list():
-            # an engine's batch, which its adapter reads in msgpack
-            yield Frame(msgspec.msgpack.encode(_with_bytes(value)))
+            for position, item in enumerate(value):
+                yield _item_of(f"object {position} at byte {at}", item)
+        case dict() | list():
+            yield _item_of(f"line at byte {at}", value)
         case _:
-            raise CaptureDamaged(path, at, "a line that is neither an object nor a list")
+            yield BadLine("malformed_line", f"line at byte {at}: neither an object nor a list")
 
 
-def _row_frame(path: Path, at: int, row: dict[str, Any], digits: str) -> Frame:
-    topic, sequence = row.get("topic"), row.get("seq")
+def _item_of(where: str, value: Any) -> _Item:
     try:
-        payload = bytes.fromhex(digits)
-    except ValueError as error:
-        raise CaptureDamaged(path, at, f"payload_hex: {error}") from error
-    return Frame(payload, topic if isinstance(topic, str) else "", _count(sequence))
+        match value:
+            case {"payload_hex": str(digits)}:
+                return _row_frame(value, digits)
+            case {"stream_sequence": _, "worker": _, "epoch": _, "seq": _, "events": list()}:
+                return value  # type: ignore[no-any-return]
+            case list():
+                # an engine's batch, which its adapter reads in msgpack
+                return Frame(msgspec.msgpack.encode(with_bytes(value)))
+            case _:
+                return _object_frame(value)
+    except _UNREADABLE as error:
+        return BadLine(_kind(error), f"{where}: {error}")
+
+
+def _kind(error: Exception) -> str:
+    match error:
+        case RecursionError():
+            return "nested_too_deeply"
+        case OverflowError() | msgspec.ValidationError():
+            return "number_out_of_range"
+        case _:
+            return "malformed_line"
+
+
+def _row_frame(row: dict[str, Any], digits: str) -> Frame:
+    topic, payload = row.get("topic"), bytes.fromhex(digits)
+    return Frame(payload, topic if isinstance(topic, str) else "", _count(row.get("seq")))
 
 
 def _object_frame(item: Any) -> Frame:
@@ -224,18 +346,3 @@ def _object_frame(item: Any) -> Frame:
 def _count(value: Any) -> int | None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
     return value if is_count else None
-
-
-def _with_bytes(value: Any) -> Any:
-    match value:
-        case {"$bytes": str(digits)} if len(value) == 1:
-            try:
-                return bytes.fromhex(digits)
-            except ValueError:
-                return None
-        case dict():
-            return {key: _with_bytes(item) for key, item in value.items()}
-        case list():
-            return [_with_bytes(item) for item in value]
-        case _:
-            return value

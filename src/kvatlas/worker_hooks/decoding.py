@@ -29,6 +29,8 @@ from kvatlas.worker_hooks.raw_events import (
     RawStored,
 )
 
+#: what reading a batch may end with; adapters look into values as deep as they are nested
+_UNREADABLE = (MalformedBatch, RecursionError)
 #: where nothing in a recording says how large blocks are, none is named
 _ANY_BLOCK_TOKENS = 16
 
@@ -110,6 +112,14 @@ class Decoding:
         counts = {key: getattr(self.counts, key) for key in self.counts.__struct_fields__}
         return {"workers": workers, "counts": counts}
 
+    def resident_lines(self) -> Iterator[str]:
+        """Yield a line a group on what is held at the end."""
+        for name, ranks in self.report()["workers"].items():
+            for rank, groups in ranks.items():
+                for group, tiers in groups.items():
+                    held = ", ".join(f"{tier} {found['blocks']}" for tier, found in tiers.items())
+                    yield f"{name}/{rank} group {group}: {held}"
+
     def _worker_of(self, frame: Frame) -> str:
         name = names_of(frame.topic)[0]
         return self._options.worker or name or frame.topic or self._options.file_stem
@@ -120,7 +130,7 @@ class Decoding:
         where = worker.name if frame.sequence is None else f"{worker.name} #{frame.sequence}"
         try:
             decoded = worker.adapter.decode(frame.payload)
-        except MalformedBatch as error:
+        except _UNREADABLE as error:
             self._rejected["malformed_batch"] += 1
             yield from self._sequence(worker, frame, worker.only_rank(), where)
             yield f"{where}: rejected (malformed_batch): {error}"
@@ -277,7 +287,7 @@ def _block_sizes(
         adapter = adapters.setdefault(name, adapter_of(options.engine))
         try:
             events = adapter.decode(frame.payload).events
-        except MalformedBatch:
+        except _UNREADABLE:
             continue
         for event in events:
             if isinstance(event, RawStored) and event.tokens and event.engine_hashes:
@@ -323,16 +333,17 @@ def _told(event: RawEvent) -> str:
             extras = f", lora {event.lora}" if event.lora else ""
             extras += ", salted" if event.cache_salt else ""
             where = f"{event.tier.name} group {event.group}"
-            return f"stored {_listed(event.engine_hashes)} in {where} ({what}{extras})"
+            return f"stored {listed(event.engine_hashes)} in {where} ({what}{extras})"
         case RawRemoved():
             where = f"{event.tier.name} group {event.group}"
-            return f"removed {_listed(event.engine_hashes)} from {where}"
+            return f"removed {listed(event.engine_hashes)} from {where}"
         case RawCleared(tier):
             return f"cleared {'every tier' if tier is None else tier.name}"
         case _:
             return type(event).__name__
 
 
-def _listed(hashes: Sequence[EngineHash]) -> str:
+def listed(hashes: Sequence[EngineHash]) -> str:
+    """Return the first hashes of a list as text, and how many there are."""
     head = " ".join(hash_text(one) for one in hashes[:4])
     return head if len(hashes) <= 4 else f"{head} ... ({len(hashes)})"

@@ -20,6 +20,7 @@ from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import NUM_TIERS, Tier
 from kvatlas.schemas.kv_events import Doubted, KvEvent, Resync
 from kvatlas.worker_hooks.kv_groups import GroupUse, KvGroups
+from kvatlas.worker_hooks.misfits import Misfits
 from kvatlas.worker_hooks.parking import Parking
 from kvatlas.worker_hooks.pooled import Place, PooledBlocks
 from kvatlas.worker_hooks.raw_events import (
@@ -103,6 +104,9 @@ class Edge:
         #: holder bits -> tiers, as bits, in which every group that counts holds the block
         self._usable: dict[int, int] = {}
         self._parking = Parking(max_parked_bytes)
+        self._misfits = Misfits(descriptor.block_tokens)
+        #: why whoever listens doubts; and what the fleet has been told, with our own reason
+        self._said_doubt = self.doubt = ""
 
     def begin_epoch(self) -> None:
         """Tell every namespace again, as the first of its blocks comes."""
@@ -127,9 +131,13 @@ class Edge:
                     self._handle_group(event)
                 case RawRestarted():
                     self._handle_cleared(None)
+                    self._misfits.restart()
+                    self._said_doubt = self.doubt = ""  # a new epoch is told without one
                 case RawDoubted(reason):
-                    self._unconfirmed = set(self._blocks) if reason else set()
-                    self._telling.other(Doubted(reason))
+                    known = set(self._blocks) | self._misfits.hashes
+                    self._unconfirmed = known if reason else set()
+                    self._said_doubt = reason
+                    self._tell_doubt()
                 case RawForgotten():
                     self._handle_forgotten()
                 case RawHeld(num_pairs, tier):
@@ -199,9 +207,16 @@ class Edge:
         bit = self._groups.bit(event.group, event.tier)
         use = self._groups.use_of(event.group)
         is_own_parent = event.parent in event.engine_hashes
-        if not bit or is_own_parent or (event.tokens and not self._fits(event)):
+        fits = not event.tokens or self._fits(event)
+        if not bit or is_own_parent or not fits:
             self.counters.rejected_events += 1
+            if bit and not fits and use is GroupUse.full:
+                self._take_misfit(event, bit)
             return
+        if self._misfits.reason and event.tokens:
+            self._misfits.fitting(event, bit)
+            if not self._misfits.reason:
+                self._tell_doubt()
         self.counters.ignored_events += use is GroupUse.other
         if event.tokens and use is GroupUse.full:
             # a chain that waited for this one, and one that waited for that, and so on
@@ -218,6 +233,18 @@ class Edge:
 
     def _fits(self, event: RawStored) -> bool:
         return len(event.tokens) == self._block_bytes * len(event.engine_hashes)
+
+    def _take_misfit(self, event: RawStored, bit: int) -> None:
+        was_doubted = self._misfits.reason
+        self._misfits.take(event, bit)
+        self._unconfirmed.difference_update(event.engine_hashes)
+        if self._misfits.reason != was_doubted:
+            self._tell_doubt()
+
+    def _tell_doubt(self) -> None:
+        """Tell why the instance is doubtful: what was said, and what the edge has seen itself."""
+        self.doubt = "; ".join(filter(None, (self._said_doubt, self._misfits.reason)))
+        self._telling.other(Doubted(self.doubt))
 
     def _hold(self, event: RawStored, bit: int) -> None:
         """Note what the engine holds, whatever it is."""
@@ -403,9 +430,10 @@ class Edge:
         bit = self._groups.bit(event.group, event.tier)
         window_blocks = self._groups.window_blocks
         for engine_hash in event.engine_hashes:
+            was_misfit = self._misfits.remove(engine_hash, bit)
             block = self._blocks.get(engine_hash)
             if block is None or not block.holders & bit:
-                self.counters.unknown_removals += 1
+                self.counters.unknown_removals += not was_misfit
                 continue
             further = self._further.pop((engine_hash, bit), 0) if self._further else 0
             if further:
@@ -442,6 +470,7 @@ class Edge:
                 self._withdraw(engine_hash, block)
                 self._forget(engine_hash, block)
         self._drop_copies(self._unconfirmed)
+        self._misfits.forget(self._unconfirmed)
         self._unconfirmed = set()
 
     def _drop_copies(self, of: set[EngineHash]) -> None:
@@ -457,6 +486,7 @@ class Edge:
 
     def _empty(self, tier: Tier | None) -> None:
         self._parking.clear(tier)
+        self._misfits.empty(None if tier is None else self._groups.mask(tier))
         if tier in (None, Tier.hbm):
             self._points = ReusePoints(self._groups.window_blocks)
             self._further.clear()

@@ -1,6 +1,9 @@
 """The namespaces of an instance's blocks: their hashers, and what of them has been told."""
 
+import hashlib
 from collections.abc import Callable
+
+import msgspec
 
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher
@@ -11,7 +14,10 @@ MAX_NAMESPACES = 16_384
 
 
 class Namespaces:
-    """One hasher a (LoRA, salt); `used_roots` says which must not be forgotten."""
+    """One hasher a (LoRA, salt); `used_roots` says which must not be forgotten.
+
+    Of a salt, which is as long as whoever sends it likes, a digest is kept.
+    """
 
     def __init__(
         self,
@@ -22,7 +28,8 @@ class Namespaces:
     ) -> None:
         self._model, self._descriptor, self._fleet_key = model, descriptor, fleet_key
         self._used_roots = used_roots
-        self._hashers: dict[tuple[str | None, str | None], BlockHasher] = {}
+        #: (LoRA, digest of the salt) -> hasher; not more than in _seen
+        self._hashers: dict[tuple[str | None, bytes | None], BlockHasher] = {}
         self._seen: dict[bytes, NamespaceSeen] = {}
         #: roots told in this epoch
         self.told: set[bytes] = set()
@@ -30,13 +37,15 @@ class Namespaces:
 
     def hasher(self, lora: str | None, cache_salt: str | None) -> BlockHasher:
         """Return the hasher of a namespace."""
-        hasher = self._hashers.get((lora, cache_salt))
+        key = (lora, None if cache_salt is None else _digest(cache_salt))
+        hasher = self._hashers.get(key)
         if hasher is None:
             namespace = self._descriptor.namespace(self._model, lora, cache_salt)
             hasher = BlockHasher(namespace, self._fleet_key)
+            hasher.namespace = msgspec.structs.replace(namespace, cache_salt=None)
             if len(self._seen) >= self._prune_at:
                 self._prune()
-            self._hashers[lora, cache_salt] = hasher
+            self._hashers[key] = hasher
             self._seen[hasher.root] = NamespaceSeen(
                 hasher.root,
                 self._model,
@@ -59,3 +68,8 @@ class Namespaces:
         self.told &= used
         self._hashers.clear()
         self._prune_at = max(MAX_NAMESPACES, 2 * len(self._seen))
+
+
+def _digest(salt: str) -> bytes:
+    # salts tell tenants apart, who choose them: two of one digest must not be found
+    return hashlib.sha256(salt.encode()).digest()

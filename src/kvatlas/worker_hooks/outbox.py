@@ -24,6 +24,7 @@ from kvatlas.schemas.kv_events import (
 )
 
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
+# What these cost and save: the delays and rates of tests/bench/ingest.py.
 COALESCE_BYTES = 64 * 1024
 COALESCE_SECONDS = 0.002
 _FIXED_BYTES = 64
@@ -40,11 +41,11 @@ class _Waiting(NamedTuple):
 class Outbox:
     """A bounded queue of numbered batches of one instance.
 
-    A batch leaves at once after a quiet moment, and else when it is big enough or the last one left
-    `coalesce_seconds` ago; unstamped ones wait until the epoch is known. At more than `max_bytes`
-    all that waits is dropped: one `Resync` takes its place, or, if nothing of the epoch has left,
-    the epoch begins anew. From then on nothing more enters (`is_lost`) until the inventory that has
-    to follow, for it says it all.
+    A batch leaves at once after a quiet moment, and else when it has `coalesce_bytes` or the last
+    one left `coalesce_seconds` ago; unstamped ones wait until the epoch is known. At more than
+    `max_bytes` all that waits is dropped: one `Resync` takes its place, or, if nothing of the epoch
+    has left, the epoch begins anew. From then on nothing more enters (`is_lost`) until the
+    inventory that has to follow, for it says it all.
     """
 
     def __init__(

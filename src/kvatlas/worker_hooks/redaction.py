@@ -2,68 +2,101 @@
 
 Each block's tokens become as many pseudo tokens, drawn from a keyed hash of them: equal blocks stay
 equal, so chains, copies and counts stay what they were, and without the key nobody can even test a
-guess. Salts, adapters, sessions and every text in a field that is not known to be harmless become
-pseudonyms, each text the same one everywhere. The key is forgotten with the Redactor.
+guess. Salts, adapters, sessions and every text, name of a field included, that is not known to be
+harmless become pseudonyms, each text the same one everywhere; a number nobody knows becomes 1, or
+0 where it was. The key is forgotten with the Redactor.
 
-Engine hashes, counts, media and topics are kept. An engine that hashes without a secret seed (vLLM
-from 0.30) lets whoever has the whole prefix of a block confirm it by its hash.
+Engine hashes, counts, media, topics and names of models and workers are kept. An engine that hashes
+without a secret seed (vLLM from 0.30) lets whoever has the whole prefix of a block confirm it by
+its hash.
 """
 
 import hashlib
+import re
 import secrets
 import struct
 from typing import Any
 
 import msgspec
 
+from kvatlas.schemas.ids import NUM_TIERS
+from kvatlas.worker_hooks.engines.media import tier_of
 from kvatlas.worker_hooks.engines.objects import is_json
 
 #: a byte that is no msgpack: what cannot be read is counted later and gives nothing away
 UNREADABLE = b"\xc1"
 _TOKEN_KEYS = frozenset(["token_ids", "tokens"])
-#: kept as they are, whatever their type
-_KEPT_KEYS = frozenset(
+#: the engine's own hashes, in lists and one by one
+_HASHES_KEYS = frozenset(["block_hashes", "seq_hashes", "entries"])
+_HASH_KEYS = frozenset(
+    ["parent_block_hash", "parent_hash", "block_hash", "key", "chunk_hash", "hash"]
+)
+_NUMBER_KEYS = frozenset(
     [
-        *("type", "block_hashes", "parent_block_hash", "block_size", "medium", "group_idx"),
-        *("lora_id", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
-        *("ownership", "event_type", "seq_hashes", "parent_hash", "block_hash", "model_name"),
-        *("backend_id", "instance_id", "tier", "backend", "key", "chunk_hash", "hash"),
-        *("hash_algo", "timestamp", "num_blocks_per_cache_level", "is_eagle"),
+        *("block_size", "group_idx", "lora_id", "kv_cache_spec_sliding_window", "timestamp", "ts"),
+        *("event_id", "seq", "incarnation", "base_block_idx", "dp_rank", "window_size"),
+        *("attention_dp_rank", "layer_group_id", "cache_level", "old_value", "new_value"),
+        *("is_eagle", "shared", "priority"),
     ]
 )
+#: words from a vocabulary; another one is nobody's
+_WORD_KEYS = frozenset(
+    ["type", "event_type", "medium", "tier", "kv_cache_spec_kind", "locality", "ownership"]
+)
+#: who speaks, as topics say it as well
+_NAME_KEYS = frozenset(["model_name", "backend_id", "instance_id", "backend"])
 #: objects and lists of which the fields are looked at one by one
-_OPENED_KEYS = frozenset(["data", "blocks", "cache_level", "events", "entries"])
+_OPENED_KEYS = frozenset(["data", "blocks", "cache_level", "events"])
+_EXTRA_KEYS = frozenset(["extra_keys", "mm_keys"])
+_LEVELS_KEYS = frozenset(["num_blocks_per_cache_level"])
+#: fields of which the name is kept and nothing else
+_EMPTIED_KEYS = frozenset(
+    [
+        *("lora_name", "cache_salt", "cache_salt_id", "session_id", "metadata", "hash_algo"),
+        *("additional_salt", "tenant_id", "token_id", "token_extra_id"),
+    ]
+)
+#: how a field is redacted -> the fields; what is in none is a field that nobody knows
+_KEYS_OF_KIND = {
+    "hashes": _HASHES_KEYS,
+    "hash": _HASH_KEYS,
+    "number": _NUMBER_KEYS,
+    "levels": _LEVELS_KEYS,
+    "word": _WORD_KEYS,
+    "name": _NAME_KEYS,
+    "extra": _EXTRA_KEYS,
+}
+_KNOWN_KEYS = _EMPTIED_KEYS.union(_TOKEN_KEYS, _OPENED_KEYS, *_KEYS_OF_KIND.values())
 #: words that only say what stands beside them
 _TAGS = frozenset(["lora", "cache_salt", "mm", "prompt_embeds"])
-#: positions in an array event that are kept: hashes, parent, block size, lora_id, medium, group...
-_STORED_KEPT = frozenset([0, 1, 2, 4, 5, 6, 9, 10, 11])
-_STORED_TOKENS = 3
-
-
-#: what a group's kind may be; other engines have text of a request at its place
-_KINDS = frozenset(
+_WORDS = frozenset(
     [
-        "full_attention",
-        "mla_attention",
-        "sliding_window",
-        "sliding_window_mla",
-        "mamba",
-        "chunked_local_attention",
-        "sink_full_attention",
-        "encoder_only_attention",
-        "cross_attention",
-        "unknown",
+        *("BlockStored", "BlockRemoved", "AllBlocksCleared"),
+        *("stored", "removed", "cleared", "created", "updated"),
+        *("store", "delete", "access", "config", "l1", "l2", "local"),
+        # what a KV group may be
+        *("full_attention", "mla_attention", "sliding_window", "sliding_window_mla", "mamba"),
+        *("chunked_local_attention", "sink_full_attention", "encoder_only_attention"),
+        *("cross_attention", "unknown"),
     ]
 )
-
-
-def _says_nothing(position: int, item: Any) -> bool:
-    """Say whether a kept position holds what it holds in vLLM, and nothing of a request."""
-    if position in (5, 9, 11):
-        return item is None or isinstance(item, int)
-    if position == 10:
-        return item is None or item in _KINDS
-    return not isinstance(item, dict)
+_STORED_TOKENS = 3
+#: position in an array event -> how the field that vLLM has there is redacted; other engines have
+#: text of a request at some of them
+_STORED = {1: "hashes", 2: "hash", 4: "number", 5: "number", 6: "word", 8: "extra", 9: "number",
+           10: "word", 11: "number", 12: "word", 13: "word"}  # fmt: skip
+_REMOVED = {1: "hashes", 2: "word", 3: "number", 4: "word", 5: "word"}
+#: bytes of a digest; random ones are hardly ever all ASCII
+_DIGEST_SIZES = frozenset([8, 16, 20, 28, 32, 48, 64])
+_HEX_DIGEST = re.compile(r"(0x)?[0-9A-Fa-f]{8,128}")
+_NAME = re.compile(r"[\w.:/@+-]{1,256}")
+#: events of our own log -> how many of their leading fields hold no text of a request
+_OWN_KEPT = {"stored": 5, "removed": 4, "cleared": 2, "down": 2, "namespace": 7, "resync": 3}
+_OWN_KEPT |= {"doubted": 2, "inventory": 7, "digest": 4}
+#: of a namespace: the adapter
+_OWN_LORA = 5
+#: an image begins so far from its block at most
+_MAX_OFFSET = 2**31
 
 
 class Redactor:
@@ -95,16 +128,7 @@ class Redactor:
 
     def own_batch(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of our own log without its tokens, adapters under pseudonyms."""
-        events = []
-        for event in row["events"]:
-            if event[0] == "stored":
-                event = [*event[:5], *(None for _ in event[5:])]
-            elif event[0] == "namespace" and event[5:] and event[5] is not None:
-                event = [*event[:5], self.pseudonym(event[5]), *event[6:]]
-            elif event[0] == "up":
-                event = [event[0]]  # adapters and addresses
-            events.append(event)
-        return {**row, "events": events}
+        return {**row, "events": [self._own_event(event) for event in row["events"]]}
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -114,8 +138,9 @@ class Redactor:
             return self._fields(value)
         is_batch = isinstance(value, list) and len(value) >= 2 and isinstance(value[1], list)
         if is_batch and not isinstance(value[0], dict | list):
-            rest = [self._unknown(item) for item in value[2:]]
-            return [self._unknown(value[0]), [self._event(one) for one in value[1]], *rest]
+            rank = [self._number(item) for item in value[2:3]]
+            rest = [*rank, *map(self._unknown, value[3:])]
+            return [self._number(value[0]), [self._event(one) for one in value[1]], *rest]
         if isinstance(value, list):
             return [self._event(item) for item in value]
         return self._unknown(value)
@@ -124,7 +149,7 @@ class Redactor:
         if isinstance(event, bytes):  # some wrap each event
             try:
                 return msgspec.msgpack.encode(self._event(msgspec.msgpack.decode(event)))
-            except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+            except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
                 return UNREADABLE
         if isinstance(event, dict):
             return self._fields(event)
@@ -132,69 +157,115 @@ class Redactor:
             return self._array_event(event)
         return self._unknown(event)
 
-    def _fields(self, fields: dict[Any, Any]) -> dict[Any, Any]:
-        size = fields.get("block_size")
-        size = size if isinstance(size, int) and not isinstance(size, bool) else 0
-        redacted = {}
-        for key, value in fields.items():
-            if key in _TOKEN_KEYS:
-                redacted[key] = self.tokens(value, size)
-            elif key in _KEPT_KEYS and not isinstance(value, dict):
-                redacted[key] = value
-            elif key == "extra_keys":
-                redacted[key] = self._extra(value)
-            elif key in _OPENED_KEYS or key in _KEPT_KEYS:
-                redacted[key] = self._opened(value)
+    def _array_event(self, event: list[Any]) -> list[Any]:
+        kinds = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(event[0], {})
+        redacted = [self._word(event[0])]
+        for position, item in enumerate(event[1:], 1):
+            if kinds is _STORED and position == _STORED_TOKENS:
+                redacted.append(self.tokens(item, _size(event[4] if len(event) > 4 else None)))
             else:
-                redacted[key] = self._unknown(value)
+                redacted.append(self._of_kind(kinds.get(position, ""), item))
         return redacted
+
+    def _fields(self, fields: dict[Any, Any]) -> dict[Any, Any]:
+        size = _size(fields.get("block_size"))
+        return {
+            self._field_name(key): self.tokens(value, size)
+            if key in _TOKEN_KEYS
+            else self._of_kind(_kind_of(key, value), value)
+            for key, value in fields.items()
+        }
+
+    def _of_kind(self, kind: str, value: Any) -> Any:
+        match kind:
+            case "hashes" if isinstance(value, list):
+                return [self._hash(one) for one in value]
+            case "hash" | "hashes":
+                return self._hash(value)
+            case "number":
+                return self._number(value)
+            case "word":
+                return self._word(value)
+            case "name":
+                is_name = isinstance(value, str) and _NAME.fullmatch(value)
+                return value if is_name else self._unknown(value)
+            case "opened":
+                return self._opened(value)
+            case "levels" if isinstance(value, list):
+                return [self._number(one) for one in value[:NUM_TIERS]]
+            case "extra":
+                return self._extra(value)
+            case _:
+                return self._unknown(value)
+
+    def _field_name(self, key: Any) -> Any:
+        """Return a field's name if it is one that engines use, else what stands for it."""
+        if isinstance(key, str):
+            return key if key in _KNOWN_KEYS else self.pseudonym(key)
+        return self.pseudonym(repr(key))
+
+    def _hash(self, value: Any) -> Any:
+        if isinstance(value, int):
+            return value
+        if isinstance(value, bytes):
+            is_digest = len(value) in _DIGEST_SIZES and not value.isascii()
+            return value if is_digest else self._stream(value, len(value))
+        if isinstance(value, str):
+            return value if _HEX_DIGEST.fullmatch(value) else self.pseudonym(value)
+        return self._fields(value) if isinstance(value, dict) else self._unknown(value)
+
+    def _number(self, value: Any) -> Any:
+        return value if isinstance(value, int | float | None) else self._unknown(value)
+
+    def _word(self, value: Any) -> Any:
+        is_word = isinstance(value, str) and (value in _WORDS or tier_of(value) is not None)
+        return value if is_word else self._unknown(value)
 
     def _opened(self, value: Any) -> Any:
         if isinstance(value, dict):
             return self._fields(value)
-        if isinstance(value, list):
-            # entries of a key alone are the engine's own hashes
-            return [self._fields(one) if isinstance(one, dict) else one for one in value]
-        return value
-
-    def _array_event(self, event: list[Any]) -> list[Any]:
-        if event[0] == "BlockRemoved":
-            return [*event[:4], *(self._unknown(item) for item in event[4:])]
-        if event[0] != "BlockStored":
-            return [event[0], *(self._unknown(item) for item in event[1:])]
-        size = event[4] if len(event) > 4 and isinstance(event[4], int) else 0
-        redacted = []
-        for position, item in enumerate(event):
-            if position == _STORED_TOKENS:
-                redacted.append(self.tokens(item, size))
-            elif position in _STORED_KEPT and _says_nothing(position, item):
-                redacted.append(item)
-            elif position == 8:
-                redacted.append(self._extra(item))
-            else:
-                redacted.append(self._unknown(item))
-        return redacted
+        return [self._event(one) for one in value] if isinstance(value, list) else value
 
     def _extra(self, value: Any) -> Any:
         """Redact extra keys: tags and offsets stay, so that their kind does."""
-        if isinstance(value, list):
-            is_tagged = len(value) > 1 and isinstance(value[0], str) and value[0] in _TAGS
-            head = value[:1] if is_tagged else []
-            return [*head, *(self._extra(item) for item in value[len(head) :])]
-        return self._unknown(value)
+        if not isinstance(value, list):
+            return self._unknown(value)
+        match value:
+            case [str(tag), _, *_] if tag in _TAGS:
+                return [tag, *self._with_offset(value[1:])]
+            case _:
+                return self._with_offset(value)
+
+    def _with_offset(self, values: list[Any]) -> list[Any]:
+        match values:
+            case [str(identifier), int(offset)] if abs(offset) < _MAX_OFFSET:
+                return [self.pseudonym(identifier), offset]
+            case _:
+                return [self._extra(item) for item in values]
 
     def _unknown(self, value: Any) -> Any:
-        """Redact what nobody has said to be harmless; numbers alone give nothing away."""
+        """Redact what nobody has said to be harmless; what it was is told, and nothing of it."""
         if isinstance(value, str):
             return self.pseudonym(value)
         if isinstance(value, bytes):
             return self._stream(value, len(value))
         if isinstance(value, dict):
             # an object in a field of an older version's place may be what names the salt
-            return {key: self._unknown(item) for key, item in value.items()}
+            return {self._field_name(key): self._unknown(item) for key, item in value.items()}
         if isinstance(value, list):
-            return self.tokens(value, 0) if _is_numbers(value) else [*map(self._unknown, value)]
-        return value
+            return [*map(self._unknown, value)]
+        if isinstance(value, bool | None):
+            return value
+        return type(value)(bool(value)) if isinstance(value, int | float) else None
+
+    def _own_event(self, event: list[Any]) -> list[Any]:
+        kept = _OWN_KEPT.get(event[0], 1)  # of `up` nothing: it has adapters and addresses
+        redacted = event[:kept]
+        if event[0] == "namespace" and len(event) > _OWN_LORA and event[_OWN_LORA] is not None:
+            redacted[_OWN_LORA] = self.pseudonym(event[_OWN_LORA])
+        if event[0] == "stored":
+            redacted += [None for _ in event[kept:]]
+        return redacted
 
     # --- keyed hash -------------------------------------------------------------------------
 
@@ -214,7 +285,9 @@ class Redactor:
             return [self._pseudo_token(one, word ^ at) for at, one in enumerate(token)]
         if isinstance(token, dict):
             return {
-                key: self._pseudo_token(one, word) if key == "token_id" else self._unknown(one)
+                self._field_name(key): self._pseudo_token(one, word)
+                if key == "token_id"
+                else self._unknown(one)
                 for key, one in token.items()
             }
         return None
@@ -226,5 +299,14 @@ class Redactor:
         return hashlib.blake2b(content, key=self._key, digest_size=32).digest()
 
 
-def _is_numbers(values: list[Any]) -> bool:
-    return len(values) > 0 and all(isinstance(one, int | float) for one in values)
+def _size(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _kind_of(key: Any, value: Any) -> str:
+    """Return how a field is redacted; "" is for what nobody knows."""
+    if not isinstance(key, str) or key in _EMPTIED_KEYS:
+        return ""
+    if key in _OPENED_KEYS and isinstance(value, dict | list):
+        return "opened"
+    return next((kind for kind, keys in _KEYS_OF_KIND.items() if key in keys), "")

@@ -1,6 +1,6 @@
 """What a sidecar says about its engine: from records of the ring to batches in the outbox.
 
-Pure; the sidecar reads the ring, tells the time and publishes.
+Pure; the sidecar reads the ring, tells the time (in seconds of one monotonic clock) and publishes.
 """
 
 from collections import Counter
@@ -17,7 +17,6 @@ from kvatlas.worker_hooks.engines.adapter import EngineAdapter
 from kvatlas.worker_hooks.engines.registry import adapter_of
 from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import (
-    RawDoubted,
     RawEngineBatch,
     RawEvent,
     RawListed,
@@ -30,6 +29,9 @@ from kvatlas.worker_hooks.ring import Lost
 
 #: an engine that changes under its own listing is asked again so often
 MAX_LISTING_RETRIES = 3
+#: an engine that counts otherwise than it tells is asked to list again after so long at first, then
+#: after twice as long each time; as long as the longest without asking, and it begins anew
+FIRST_AUDIT_SECONDS, MAX_AUDIT_SECONDS = 1.0, 300.0
 #: adapters that are told of; what their blocks hold is told in any case
 MAX_ADAPTERS = 1024
 #: of a name, in characters
@@ -43,6 +45,24 @@ class Reported(Struct, frozen=True):
     wants_listing: bool = False
     #: the engine is another incarnation now: a new epoch has to begin
     is_restarted: bool = False
+
+
+class _Patience:
+    """Says whether it is time to ask once more."""
+
+    def __init__(self) -> None:
+        self._next_at = float("-inf")
+        self._seconds = FIRST_AUDIT_SECONDS
+
+    def is_over(self, now: float) -> bool:
+        """Return whether to ask now; if so, the next time takes longer."""
+        if now < self._next_at:
+            return False
+        if now >= self._next_at + MAX_AUDIT_SECONDS:
+            self._seconds = FIRST_AUDIT_SECONDS
+        self._next_at = now + self._seconds
+        self._seconds = min(2 * self._seconds, MAX_AUDIT_SECONDS)
+        return True
 
 
 class Reporter:
@@ -59,22 +79,22 @@ class Reporter:
         self._rejected: Counter[str] = Counter()
         #: listings in a row that the engine could not finish
         self._num_failed_listings = 0
-        #: said last; said again in each epoch
-        self._doubt = ""
+        self._patience = _Patience()
 
-    def report(self, records: Iterable[bytes | Lost], writer_lists: bool) -> Reported:
+    def report(self, records: Iterable[bytes | Lost], writer_lists: bool, now: float) -> Reported:
         """Report what the ring gave; return what that asks of the sidecar.
 
         A record that is no event is counted and costs nothing else. After a loss, an engine that
-        cannot list leaves us with what we know: that becomes the inventory.
+        cannot list leaves us with what we know: that becomes the inventory. One whose own count
+        differs is asked to list, again and again less often if that does not help.
         """
         events = [event for record in records for event in self._read(record, writer_lists)]
         num_mismatches = self._edge.counters.audit_mismatches
         changes = self._edge.handle(events)
         self._introduce(events)
         self._outbox.add(changes)
-        wants_listing = writer_lists and self._edge.counters.audit_mismatches > num_mismatches
-        is_restarted = False
+        differs = self._edge.counters.audit_mismatches > num_mismatches
+        wants_listing = is_restarted = False
         for event in events:
             match event:
                 case RawLost():
@@ -87,11 +107,11 @@ class Reporter:
                     if writer_lists and 0 < self._num_failed_listings <= MAX_LISTING_RETRIES:
                         wants_listing = True
                 case RawRestarted():
-                    is_restarted, self._doubt = True, ""
-                case RawDoubted(reason):
-                    self._doubt = reason
+                    is_restarted, self._patience = True, _Patience()
                 case _:
                     pass
+        if writer_lists and differs:
+            wants_listing |= self._patience.is_over(now)
         return Reported(wants_listing, is_restarted)
 
     def put_inventory(self) -> None:
@@ -100,7 +120,7 @@ class Reporter:
         Who speaks is said again with it: a reader may begin after WorkerUp has left the stream.
         """
         as_of_seq = self._outbox.seal()
-        doubt = [Doubted(self._doubt)] if self._doubt else []
+        doubt = [Doubted(self._edge.doubt)] if self._edge.doubt else []
         self._outbox.add_inventory([self._outbox.up, *doubt, *self._edge.inventory(as_of_seq)])
         self.put_digests()
         self._inventory_seq = as_of_seq + 1
@@ -164,7 +184,7 @@ class Reporter:
             event = decode_raw(record)
             if isinstance(event, RawEngineBatch):
                 return self._read_batch(event)
-        except (MalformedEvent, MalformedBatch, InvalidSetting):
+        except (MalformedEvent, MalformedBatch, InvalidSetting, RecursionError):
             self._num_malformed += 1
             return []
         if isinstance(event, RawRestarted):

@@ -1,7 +1,7 @@
 """The process beside an engine: `python -m kvatlas.worker_hooks.sidecar`, options on its input.
 
-Started by `launch.start_sidecar` within the engine, or by an operator; ends with its engine. What
-it does meanwhile is in `sidecar_service`.
+Started within the engine by `sidecar_apart.start_apart` (plugins) or `launch.start_sidecar`, or by
+an operator; ends with its engine. What it does meanwhile is in `sidecar_service`.
 """
 
 import asyncio

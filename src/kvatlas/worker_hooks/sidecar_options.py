@@ -78,6 +78,9 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     inventory_seconds: Seconds = 3600.0
     #: events waiting for the broker; more become one resync
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
+    #: see SidecarSettings
+    coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
+    coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
     #: how long a stopping sidecar waits for the broker
     stop_seconds: Seconds = 5.0
     #: the sidecar ends with this process; 0 takes the one that writes to the ring
@@ -107,6 +110,18 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Where the serve pool lies."""
         return Path(self.pool_path)
 
+    @property
+    def leasable_tiers(self) -> tuple[Tier, ...]:
+        """Where peers can have blocks from: a pool of copies, or all of the engine's memory.
+
+        An engine with a transfer tier of its own finds blocks by hash, wherever they lie.
+        """
+        if self.p2p_address:
+            return tuple(Tier)
+        if not self.num_slots or self.transport == "none":
+            return ()
+        return (Tier.dram,) if self.tells_pool else tuple(Tier)
+
     def worker_info(self) -> WorkerInfo:
         """Return what WorkerUp says."""
         capacity = self.num_blocks or self.num_slots
@@ -114,7 +129,8 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             base_url=self.base_url,
             models=(self.model, *self.aliases),
             descriptor=self.descriptor,
-            kv_fingerprint=self.kv_fingerprint,
+            # who can lend nothing has no pool to pull into either
+            kv_fingerprint=self.kv_fingerprint if self.leasable_tiers else b"",
             tiers=(TierCapacity(Tier.hbm, capacity),) if capacity else (),
             adapters=self.adapters,
             groups=self.groups,
@@ -122,4 +138,5 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             sidecar=lease_subject(self.instance),
             versions={"kvatlas": __version__, **self.versions},
             p2p_address=self.p2p_address,
+            leasable_tiers=self.leasable_tiers,
         )

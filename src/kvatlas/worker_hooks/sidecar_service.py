@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -45,6 +46,7 @@ from kvatlas.worker_hooks.channel import (
     Flush,
     Flushed,
     PullBlocks,
+    PullEnded,
     Question,
     Status,
 )
@@ -118,7 +120,10 @@ class Sidecar:
         self._progress, self._work = asyncio.Event(), asyncio.Event()
         self._is_epoch_over = asyncio.Event()
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._counters = dict.fromkeys(["refused_batches", "published_batches", "epochs"], 0)
+        #: "missing_REASON", of blocks that a pull did not bring, from the first one on
+        self._counters = dict.fromkeys(
+            ["refused_batches", "published_batches", "epochs", "pulled_blocks"], 0
+        )
 
     def stop(self, reason: str) -> None:
         """Let `run` flush and return; only the first reason counts."""
@@ -170,7 +175,7 @@ class Sidecar:
         records = self._ring.read(SLICE_BYTES)
         if not records:
             return False
-        reported = self._reporter.report(records, self._ring.writer_lists)
+        reported = self._reporter.report(records, self._ring.writer_lists, time.monotonic())
         if reported.wants_listing:
             self._ring.want_listing()
         if reported.is_restarted:
@@ -326,6 +331,7 @@ class Sidecar:
             exchange.begin_epoch(self._outbox.epoch or epoch)  # it may be another by now
             await self._bus.serve(lease_subject(self._instance), exchange.answer_lease)
             self._exchange = exchange
+            self._pulse()
             await asyncio.get_running_loop().create_future()
 
     async def _watch_pool(self, watch: PoolWatch) -> None:
@@ -341,14 +347,36 @@ class Sidecar:
     async def _answer(self, question: Question) -> Answer:
         match question:
             case PullBlocks():
-                if self._exchange is None:
-                    return missing_all(question, MissingReason.no_transport)
-                return await self._exchange.pull(question)
+                return await self._pull(question)
             case Flush(id):
                 await self._flush()
                 return Flushed(id, self._outbox.epoch or 0, self._outbox.last_seq)
             case AskStatus(id):
                 return self._status(id)
+
+    async def _pull(self, question: PullBlocks) -> Answer:
+        """Pull blocks. The transport loads for seconds after the start: wait for it, if in time."""
+        began = time.monotonic()
+        if self._exchange is None and self._pool is not None and self._bus.connected:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(question.deadline_ms / 1000):
+                    await self._until(lambda: self._exchange is not None)
+        left_ms = question.deadline_ms - int(1000 * (time.monotonic() - began))
+        if self._exchange is None or left_ms <= 0:
+            ended = missing_all(question, MissingReason.no_transport)
+        else:
+            asked = msgspec.structs.replace(question, deadline_ms=left_ms)
+            ended = await self._exchange.pull(asked)
+        self._count_pull(ended)
+        return ended
+
+    def _count_pull(self, ended: PullEnded) -> None:
+        self._counters["pulled_blocks"] += len(ended.held)
+        for reason, number in Counter(reason for _, reason in ended.missing).items():
+            name = f"missing_{reason if reason.isidentifier() else 'other'}"
+            if name not in self._counters:
+                _logger.warning("a pull lacks %s blocks: %s; counted from now on", number, reason)
+            self._counters[name] = self._counters.get(name, 0) + number
 
     async def _flush(self) -> None:
         """Return when the bus has stored all that the ring has now."""

@@ -12,6 +12,7 @@ of the request: the engine computes what did not come.
 """
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvatlas.schemas.errors import InvalidBlock, InvalidSetting, PoolUnreadable
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.worker_hooks.beside_engine import plugin_settings
 from kvatlas.worker_hooks.connector.finding import HolderFinder, Pending
 from kvatlas.worker_hooks.connector.layers import LayerMemory
-from kvatlas.worker_hooks.connector.loads import Loads
+from kvatlas.worker_hooks.connector.loads import Loads, Outcomes
 from kvatlas.worker_hooks.connector.orders import Beside, Orders, Save
 from kvatlas.worker_hooks.connector.requests import RequestBlocks, plan_in
 from kvatlas.worker_hooks.connector.slots import PoolSlots
+from kvatlas.worker_hooks.connector.stats import BLOCKS, LOADS, SECONDS, added, in_words, stats_of
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.vllm_plugin.facts import why_no_exchange
 from kvatlas.worker_hooks.vllm_plugin.running import current
@@ -55,6 +61,51 @@ class OrdersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # no types her
         self.orders = orders
 
 
+class PullStats(KVConnectorStats):  # type: ignore[misc]
+    """What became of the loads of an interval."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: Any) -> "PullStats":
+        self.data = added(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return in_words(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data.get(LOADS)
+
+
+class PullMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same for Prometheus, counted since the start."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._loads, self._seconds, self._blocks = (
+            self._counter_cls(name=f"vllm:kvatlas_{name}", documentation=text, labelnames=labels)
+            for name, text, labels in (
+                ("loads", "Requests for which KvatlasConnector has loaded blocks.", labelnames),
+                ("load_seconds", "How long these requests waited for that.", labelnames),
+                (
+                    "load_blocks",
+                    "Blocks by what became of them: held and own came, others say why not.",
+                    [*labelnames, "outcome"],
+                ),
+            )
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        self._loads.labels(*labels).inc(transfer_stats_data.get(LOADS, 0))
+        self._seconds.labels(*labels).inc(transfer_stats_data.get(SECONDS, 0.0))
+        for outcome, number in transfer_stats_data.get(BLOCKS, {}).items():
+            self._blocks.labels(*labels, outcome).inc(number)
+
+
 class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both sides; vLLM makes one of each."""
 
@@ -75,6 +126,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._find_seconds = float(extra.get(FIND_MS, DEFAULT_FIND_MS)) / 1000
         self._finder: HolderFinder | None = None
         self._is_idle = bool(why_no_exchange(vllm_config, kv_cache_config))
+        self._num_blocks: int = kv_cache_config.num_blocks
         # scheduler's side
         self._requests: dict[str, RequestBlocks] = {}
         self._tokens: dict[str, Any] = {}
@@ -88,6 +140,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         #: of loads that came while nothing runs beside the engine
         self._lost_loads: set[str] = set()
         self._lost_blocks: set[int] = set()
+        #: of those, and of loads beside a sidecar that has ended
+        self._outcomes = Outcomes()
 
     # --- scheduler's side, nothing of which waits -----------------------------------------------
 
@@ -138,12 +192,23 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        """Forget the serve pool with the engine's cache: its KV may be of other weights now."""
+        """Forget the serve pool with the engine's cache: its KV may be of other weights now.
+
+        Returns False while peers read some of it; that goes with the next steps.
+        """
         running = current()
-        slots = None if running is None else _slots_here.get(running.options.pool_path)
+        if running is None or not running.options.num_slots:
+            return True
+        slots = _slots_here.get(running.options.pool_path)
         if slots is not None:
             return slots.clear()
-        return running is None or not running.options.num_slots
+        self._orders.clears = True  # for the worker's side, which has a process of its own
+        try:
+            with ServePool.attach(Path(running.options.pool_path)) as pool:
+                every = range(pool.num_slots)
+                return len(pool.try_evict(every)) == len(every)
+        except PoolUnreadable:
+            return True  # the sidecar has not made it yet
 
     @property
     def _block_tokens(self) -> int:
@@ -213,10 +278,15 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if not self._is_idle:
-            self._layers = LayerMemory(kv_caches)
+            self._layers = LayerMemory(kv_caches, self._num_blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._orders_now()
+        slots = self._slots_beside(orders.beside)
+        if slots is not None:
+            if orders.clears:
+                slots.clear()
+            slots.sweep()
         if not orders.loads:
             return
         loads = self._loads_beside(orders.beside)
@@ -224,6 +294,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if loads is None:
                 self._lost_loads.add(load.request_id)
                 self._lost_blocks.update(load.block_ids)
+                lost = Counter(no_sidecar=len(load.block_ids))
+                self._outcomes.add(Outcomes(1, 0.0, lost))
             else:
                 loads.start(load)
 
@@ -260,6 +332,22 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             failed |= self._loads.failed()
         return failed
 
+    def get_kv_connector_stats(self) -> PullStats | None:
+        outcomes, self._outcomes = self._outcomes, Outcomes()
+        if self._loads is not None:
+            outcomes.add(self._loads.outcomes())
+        return PullStats(data=stats_of(outcomes)) if outcomes.num_loads else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PullStats:
+        return PullStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PullMetrics:
+        return PullMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         if self._finder is not None:
             self._finder.close()
@@ -279,6 +367,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._loads.close()
                 self._lost_loads |= self._loads.finished()
                 self._lost_blocks |= self._loads.failed()
+                self._outcomes.add(self._loads.outcomes())
                 self._loads = None
         if self._slots is None and beside is not None and beside.pool_path:
             try:

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from kvatlas.worker_hooks import sidecar_apart
+
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 180.0
 
@@ -58,9 +60,20 @@ class EngineProcess:
         return answer
 
     def family(self) -> list[psutil.Process]:
-        """Return the engine's process and all that it has started, itself last."""
+        """Return the engine's process and all that it has started, itself last.
+
+        Its sidecar is no child of it, but names it.
+        """
         engine = psutil.Process(self.pid)
-        return [*engine.children(recursive=True), engine]
+        sidecars = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if process.info["cmdline"]
+            and process.info["cmdline"][3:4] == [sidecar_apart.MODULE]
+            and process.info["cmdline"][-1] == str(self.pid)
+        ]
+        others = [child for one in sidecars for child in one.children(recursive=True)]
+        return [*others, *sidecars, *engine.children(recursive=True), engine]
 
 
 @asynccontextmanager

@@ -50,6 +50,8 @@ from kvatlas.worker_hooks.bridge.turnover import Turnover
 
 #: a quiet engine is asked at least so often
 MAX_QUIET_SECONDS = 60.0
+#: what a waiting batch costs beside its payload: the objects around it and its place in the map
+WAITING_OVERHEAD_BYTES = 384
 #: an engine that sends and never knows what it sent is not asked again until it reconnects
 MAX_EMPTY_ANSWERS = 3
 
@@ -69,7 +71,7 @@ class FollowOptions(Struct, frozen=True, kw_only=True):
     has_replay: bool
     #: blocks of the engine; None: not known, and no doubt heals by turnover
     num_blocks: int | None = None
-    #: live batches kept during a replay; more are dropped and asked for again
+    #: of memory for live batches kept during a replay; more are dropped and asked for again
     max_waiting_bytes: int = 64 * 1024 * 1024
     #: without batches for so long, the engine is asked whether one was lost; then less and less
     quiet_seconds: float = 2.0
@@ -288,12 +290,13 @@ class FollowState:
             self._deliver(sequence, payload, mark)
 
     def _wait(self, sequence: int, payload: bytes, mark: int) -> None:
-        if self._waiting_bytes + len(payload) > self._options.max_waiting_bytes:
+        before = self._waiting.get(sequence)
+        freed = _cost(before.payload) if before else 0
+        if self._waiting_bytes - freed + _cost(payload) > self._options.max_waiting_bytes:
             self.counters.dropped += 1
             self._dropped_to = max(self._dropped_to, sequence)
             return
-        before = self._waiting.get(sequence)
-        self._waiting_bytes += len(payload) - (len(before.payload) if before else 0)
+        self._waiting_bytes += _cost(payload) - freed
         self._waiting[sequence] = _Waiting(payload, mark, self._num_asks)
 
     # --- replay -------------------------------------------------------------------------------
@@ -406,7 +409,7 @@ class FollowState:
             open_.num_delivered += 1
 
     def _drop_waiting(self, sequence: int) -> None:
-        self._waiting_bytes -= len(self._waiting.pop(sequence).payload)
+        self._waiting_bytes -= _cost(self._waiting.pop(sequence).payload)
 
     def _drop_all_waiting(self) -> None:
         self._waiting.clear()
@@ -540,3 +543,7 @@ class FollowState:
             self.doubt = ""
             self._is_away_doubted = False
             self._effects.append(Undoubt(forgets))
+
+
+def _cost(payload: bytes) -> int:
+    return len(payload) + WAITING_OVERHEAD_BYTES

@@ -10,6 +10,8 @@ from kvatlas.schemas.ids import Tier
 from kvatlas.worker_hooks.engines.adapter import EngineAdapter
 from kvatlas.worker_hooks.raw_events import EngineHash, RawCleared, RawRemoved, RawStored
 
+#: pages remembered until another one follows them, and pages after which the longest is believed
+MAX_PAGES = 1024
 #: first blocks remembered, to see that the engine's hashes begin with another seed
 MAX_FIRST_BLOCKS = 4096
 
@@ -23,21 +25,62 @@ class Observed(NamedTuple):
     is_cleared: bool = False
     #: (what a prompt begins with, the engine's hash of it)
     first_blocks: tuple[tuple[bytes, EngineHash], ...] = ()
-    #: tokens of a block, where the batch tells
+    #: tokens of a whole block, where the batch makes sure of it
     block_tokens: int = 0
 
 
-class PayloadReader:
-    """Reads batches of one engine. What it cannot read is counted and says nothing."""
+class PageSize:
+    """How many tokens a whole block has, from what an engine stores.
 
-    def __init__(self, adapter: EngineAdapter) -> None:
+    An engine may tell of the last page of a prompt although it is short, and such a page looks like
+    any other. Two things make sure of a size: a store of several pages, which are all of one size,
+    and a page that another one follows, for nothing follows a short one. After `MAX_PAGES` pages of
+    which none did so the longest is believed.
+    """
+
+    def __init__(self) -> None:
+        #: the engine's hash -> tokens, of pages that came alone; the oldest leave first
+        self._tokens_of: OrderedDict[EngineHash, int] = OrderedDict()
+        self._num_pages = self._longest = 0
+
+    def take(self, event: RawStored) -> int:
+        """Return the size that a store makes sure of, 0 for none."""
+        tokens = _block_tokens(event)
+        if not tokens:
+            return 0
+        above = None if event.parent is None else self._tokens_of.get(event.parent)
+        if len(event.engine_hashes) == 1:
+            self._remember(event.engine_hashes[0], tokens)
+        if len(event.engine_hashes) > 1 or above is not None:
+            self._num_pages = 0
+            return above or tokens
+        return self._longest if self._num_pages >= MAX_PAGES else 0
+
+    def _remember(self, page: EngineHash, tokens: int) -> None:
+        self._num_pages += 1
+        self._longest = max(self._longest, tokens)
+        self._tokens_of[page] = tokens
+        self._tokens_of.move_to_end(page)
+        if len(self._tokens_of) > MAX_PAGES:
+            self._tokens_of.popitem(last=False)
+
+
+class PayloadReader:
+    """Reads batches of one engine. What it cannot read is counted and says nothing.
+
+    `has_short_pages` where the engine may tell of blocks that are not whole; of any other, every
+    store with tokens says how long a block is.
+    """
+
+    def __init__(self, adapter: EngineAdapter, *, has_short_pages: bool = False) -> None:
         self._adapter = adapter
+        self._page_size = PageSize() if has_short_pages else None
         self.num_rejected = 0
 
     def __call__(self, payload: bytes) -> Observed:
         try:
             decoded = self._adapter.decode(payload)
-        except MalformedBatch:
+        except (MalformedBatch, RecursionError):
             self.num_rejected += 1
             return Observed()
         self.num_rejected += len(decoded.rejected)
@@ -48,7 +91,7 @@ class PayloadReader:
             match event:
                 case RawStored(tier=Tier.hbm):
                     num_stored += len(event.engine_hashes)
-                    block_tokens = block_tokens or _block_tokens(event)
+                    block_tokens = self._sure_tokens(event) or block_tokens
                     if event.parent is None and event.tokens and event.lora is None:
                         first_blocks.append(_first_block(event))
                 case RawRemoved(tier=Tier.hbm):
@@ -59,6 +102,9 @@ class PayloadReader:
                 case _:
                     pass
         return Observed(num_stored, num_removed, is_cleared, tuple(first_blocks), block_tokens)
+
+    def _sure_tokens(self, event: RawStored) -> int:
+        return _block_tokens(event) if self._page_size is None else self._page_size.take(event)
 
 
 def _block_tokens(event: RawStored) -> int:

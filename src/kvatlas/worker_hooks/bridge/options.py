@@ -7,6 +7,10 @@ from msgspec import Meta, Struct
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.worker_hooks.sidecar_options import Seconds
 
+#: engines that publish numbered batches over ZMQ and answer for those of before; the others of
+#: `engines` tell what they hold in other ways
+FOLLOWED_ENGINES = ("vllm", "sglang", "trtllm")
+
 
 class BridgeOptions(Struct, frozen=True, kw_only=True):
     """One engine, all of whose ranks one bridge listens to.
@@ -26,7 +30,7 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     #: the only rank, whose endpoints need no counting
     rank: int | None = None
     num_ranks: int | None = None
-    #: 0: learnt from the engine, at the latest from its first batch
+    #: 0: learnt from the engine's metrics, or from what it stores (`PageSize`)
     block_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
     #: blocks of the engine; 0: learnt from its metrics, or no doubt heals by turnover
     num_blocks: Annotated[int, Meta(ge=0)] = 0
@@ -47,7 +51,7 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
     #: of each rank, in shared memory; a batch of more than a quarter of it cannot be taken
     ring_bytes: int = 32 * 1024 * 1024
-    #: live batches kept during a replay; more are asked for again
+    #: of memory for live batches kept during a replay; more are asked for again
     max_waiting_bytes: int = 64 * 1024 * 1024
     #: without batches for so long, the engine is asked whether one was lost
     quiet_seconds: Seconds = 2.0
@@ -62,6 +66,10 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise InvalidSetting for the first rule that is broken."""
+        if self.engine not in FOLLOWED_ENGINES:
+            known = ", ".join(FOLLOWED_ENGINES)
+            problem = f"a bridge cannot follow {self.engine!r:.60}; it follows {known}"
+            raise InvalidSetting("engine", "flag --engine", problem)
         if not self.endpoint and not self.engine_url:
             raise InvalidSetting("endpoint", "bridge", "neither it nor the engine's URL is given")
         if self.rank is not None and self.num_ranks is not None:

@@ -139,7 +139,9 @@ class RankBridge:
         self._options, self._rank, self._address = options, rank, address
         self._name = f"{options.worker}/{rank}"
         self._folder = folder
-        self._reader = PayloadReader(adapter_of(options.engine))
+        self._reader = PayloadReader(
+            adapter_of(options.engine), has_short_pages=options.engine != "vllm"
+        )
         self._state = FollowState(
             self._read,
             FollowOptions(
@@ -160,7 +162,7 @@ class RankBridge:
         self._block_tokens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if known := options.block_tokens or facts.block_tokens:
             self._block_tokens.set_result(known)
-        self._is_block_size_wrong = False
+        self._is_block_size_wrong = self._has_told_wait = False
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sidecar: Sidecar | None = None
 
@@ -265,6 +267,13 @@ class RankBridge:
                     told,
                     found,
                 )
+        elif observed.num_stored and not self._block_tokens.done() and not self._has_told_wait:
+            self._has_told_wait = True
+            _logger.info(
+                "%s: the engine's first page may be a short one: nothing is told before another "
+                "one makes sure of their size, or the bridge is started with --block-tokens",
+                self._name,
+            )
         return observed
 
     async def _follow(self, ring: RingWriter) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvatlas.schemas.errors import KvatlasError, SidecarUnavailable
@@ -20,12 +21,32 @@ from kvatlas.worker_hooks.connector.slots import PoolSlots
 
 #: engine's block, slot -> copies the bytes
 Fill = Callable[[int, int], None]
+#: how often a load that waits looks for room in the pool; one of them looks at a time
+ROOM_SECONDS = 0.01
+CAME = ("held", "own")
 
 _log = logging.getLogger("vllm.kvatlas")
 
 
+@dataclass
+class Outcomes:
+    """What became of loads since the last time somebody asked."""
+
+    num_loads: int = 0
+    seconds: float = 0.0
+    #: blocks by what became of them: those of CAME did, from peers and from this worker's pool;
+    #: anything else is why they did not, and "behind" that one before them did not
+    blocks: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Outcomes") -> None:
+        """Count others' as well."""
+        self.num_loads += other.num_loads
+        self.seconds += other.seconds
+        self.blocks += other.blocks
+
+
 class Loads:
-    """Runs loads; `finished` and `failed` are asked in every step."""
+    """Runs loads; `finished`, `failed` and `outcomes` are asked in every step."""
 
     def __init__(
         self, socket_path: str, slots: PoolSlots, fill: Fill, deadline_seconds: float
@@ -35,10 +56,11 @@ class Loads:
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed: set[int] = set()
-        #: blocks by what became of them: "held", or why they are missing
-        self.outcomes: Counter[str] = Counter()
+        self._outcomes = Outcomes()
         self._loop = asyncio.new_event_loop()
         self._channel: SidecarChannel | None = None
+        #: held by the load that is next to get room
+        self._turn = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvatlas-loads")
         self._thread.start()
 
@@ -58,6 +80,12 @@ class Loads:
             failed, self._failed = self._failed, set()
         return failed
 
+    def outcomes(self) -> Outcomes:
+        """Return what became of the loads that have ended since the last call."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, Outcomes()
+        return outcomes
+
     def close(self) -> None:
         """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -75,34 +103,35 @@ class Loads:
     async def _load(self, load: Load) -> None:
         began = time.monotonic()
         held: set[int] = set()
+        told: Counter[str] = Counter()
         try:
-            held = await self._bring(load)
+            held = await self._bring(load, told, began + self._deadline_seconds)
         except (KvatlasError, OSError, RuntimeError, ValueError) as error:
-            self.outcomes["error"] += len(load.hashes) - len(held)
+            told["error"] += len(load.hashes) - told.total()
             _log.warning("kvatlas: a load ended early: %s", error)
         finally:
+            seconds = time.monotonic() - began
             with self._lock:
                 self._failed |= {b for i, b in enumerate(load.block_ids) if i not in held}
                 self._finished.add(load.request_id)
-            milliseconds = (time.monotonic() - began) * 1000
+                self._outcomes.add(Outcomes(1, seconds, told))
             _log.info(
-                "kvatlas: %s of %s blocks for %s in %.1f ms",
-                len(held), len(load.hashes), load.request_id, milliseconds,
+                "kvatlas: %s of %s blocks for %s in %.1f ms: %s",
+                len(held), len(load.hashes), load.request_id, 1000 * seconds, dict(+told),
             )  # fmt: skip
 
-    async def _bring(self, load: Load) -> set[int]:
+    async def _bring(self, load: Load, told: Counter[str], until: float) -> set[int]:
         """Return the positions whose blocks have their bytes."""
         held = self._copy_own(load)
+        told["own"] += len(held)
         answers = await asyncio.gather(
-            *(self._pull(load, run, held) for run in load.runs), return_exceptions=True
+            *(self._pull(load, run, held, told, until) for run in load.runs),
+            return_exceptions=True,
         )
         for answer in answers:
             if isinstance(answer, BaseException):
-                if not isinstance(answer, SidecarUnavailable):
-                    raise answer
-                self.outcomes["no_sidecar"] += 1
-            else:
-                held |= answer
+                raise answer
+            held |= answer
         return held
 
     def _copy_own(self, load: Load) -> set[int]:
@@ -113,33 +142,72 @@ class Loads:
                 if slot is not None and self._slots.pool.hash_of(slot) == block_hash:
                     self._fill(load.block_ids[position], slot)
                     held.add(position)
-        self.outcomes["own"] += len(held)
         return held
 
-    async def _pull(self, load: Load, run: Run, held: set[int]) -> set[int]:
-        positions = [p for p in range(run.first, run.first + run.num_blocks) if p not in held]
-        slots = self._slots.take(len(positions))
-        positions = positions[: len(slots)]
+    async def _pull(
+        self, load: Load, run: Run, held: set[int], told: Counter[str], until: float
+    ) -> set[int]:
+        """Return the positions of a run that came: as many at a time as the pool has room for."""
+        wanted = [p for p in range(run.first, run.first + run.num_blocks) if p not in held]
+        brought: set[int] = set()
+        while wanted:
+            slots = await self._room(len(wanted), until)
+            if not slots:
+                told["no_room"] += len(wanted)
+                break
+            now, wanted = wanted[: len(slots)], wanted[len(slots) :]
+            came = await self._pull_into(slots, load, run, now, told, until)
+            brought |= came
+            if len(came) < len(now):
+                told["behind"] += len(wanted)
+                break
+        return brought
+
+    async def _room(self, num_slots: int, until: float) -> list[int]:
+        """Return empty slots, up to so many; none if there was no room for any until then.
+
+        Loads get room in their order. What frees it is the end of a lease or of another pull.
+        """
+        try:
+            async with asyncio.timeout(until - time.monotonic()), self._turn:
+                while not (slots := self._slots.take(num_slots)):  # noqa: ASYNC110 - peers decide
+                    await asyncio.sleep(ROOM_SECONDS)
+                return slots
+        except TimeoutError:
+            return []
+
+    async def _pull_into(
+        self,
+        slots: list[int],
+        load: Load,
+        run: Run,
+        positions: list[int],
+        told: Counter[str],
+        until: float,
+    ) -> set[int]:
         hashes = [load.hashes[position] for position in positions]
         filled: list[int] = []
         try:
-            if not slots or not self._slots.pool.offer(slots, b"".join(hashes)):
-                self.outcomes["no_room"] += run.num_blocks
+            if not self._slots.pool.offer(slots, b"".join(hashes)):
+                told["no_room"] += len(slots)
                 return set()
-            answer = await self._ask(b"".join(hashes), slots, run)
-            self.outcomes.update(reason for _, reason in answer.missing)
+            answer = await self._ask(b"".join(hashes), slots, run, until)
             for i in answer.held:
                 # before anybody else may know the slot, and so evict it
                 self._fill(load.block_ids[positions[i]], slots[i])
                 filled.append(i)
+            told.update(reason for _, reason in answer.missing)
+        except SidecarUnavailable:
+            told["no_sidecar"] += len(slots)
         finally:
             kept = set(filled)
             self._slots.filled([slots[i] for i in filled], [hashes[i] for i in filled])
             self._slots.give_back([slot for i, slot in enumerate(slots) if i not in kept])
-        self.outcomes["held"] += len(filled)
+        told["held"] += len(filled)
         return {positions[i] for i in filled}
 
-    async def _ask(self, hashes: bytes, slots: list[int], run: Run) -> PullEnded:
+    async def _ask(self, hashes: bytes, slots: list[int], run: Run, until: float) -> PullEnded:
         if self._channel is None:
             self._channel = SidecarChannel(Path(self._socket_path))
-        return await self._channel.pull(hashes, slots, run.owners, self._deadline_seconds)
+        left = max(until - time.monotonic(), 0.001)
+        return await self._channel.pull(hashes, slots, run.owners, left)

@@ -48,5 +48,7 @@ class Orders:
     """Everything of one step."""
 
     beside: Beside | None = None
+    #: forget what is in the serve pool, before anything else
+    clears: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

@@ -95,12 +95,18 @@ class PoolSlots:
             self._empty(slots)
 
     def clear(self) -> bool:
-        """Forget every block; False if peers are reading some of them now."""
+        """Forget every block; False if peers are reading some of them now, which go later."""
         with self._lock:
-            while self._evict_some():
-                pass
-            self._empty([])
-            return not self._held and not self._unready
+            held = list(self._held.values())
+            self._held.clear()
+            self._empty(held)
+            return not self._unready
+
+    def sweep(self) -> None:
+        """Empty what could not be emptied before; costs nothing if there is nothing."""
+        with self._lock:
+            if self._unready:
+                self._empty([])
 
     def _hold(self, slot: int, block_hash: bytes) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ another process is started.
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -56,6 +57,13 @@ GRACE_SECONDS = 0.25
 #: how long after that a transfer process is given up that does not answer
 STUCK_SECONDS = 5.0
 _FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 0.1, 5.0
+_MAX_START_SECONDS = 300.0
+
+_logger = logging.getLogger(__name__)
+
+
+class _TooSlow(TransportUnavailable):
+    """The transfer process has said nothing yet."""
 
 
 class _Command(Struct):
@@ -68,7 +76,9 @@ class _Command(Struct):
 class NixlTransport:
     """A Transport and a Source. `agent_name` names worker and rank; agents' names extend it.
 
-    Entering raises TransportUnavailable where NIXL is missing or has no backend.
+    Entering raises TransportUnavailable where NIXL is missing or has no backend. A process that
+    takes longer than `start_seconds`, as on a busy machine, is started again with twice the
+    patience; until one is there, `reference` is None and reads fail at once.
     """
 
     name = "nixl"
@@ -82,6 +92,7 @@ class NixlTransport:
     ) -> None:
         self._agent_name, self._pool, self._bounce = agent_name, pool, bounce
         self._settings = settings or NixlSettings()
+        self._start_seconds = self._settings.start_seconds
         self._numbers = itertools.count(1)
         self._commands: dict[int, _Command] = {}
         self._late: dict[int, Sequence[int]] = {}
@@ -97,6 +108,9 @@ class NixlTransport:
     async def __aenter__(self) -> Self:
         try:
             await self._start()
+        except _TooSlow as error:
+            _logger.warning("%s; trying on", error)
+            await self._stop()
         except BaseException:
             await self._stop()
             raise
@@ -267,11 +281,12 @@ class NixlTransport:
             )
         loop.add_reader(self._channel, self._listen)
         try:
-            async with asyncio.timeout(self._settings.start_seconds):
+            async with asyncio.timeout(self._start_seconds):
                 hello = await self._hello
         except TimeoutError as error:
-            problem = f"no transfer process within {self._settings.start_seconds} s"
-            raise TransportUnavailable(problem) from error
+            problem = f"no transfer process within {self._start_seconds} s"
+            self._start_seconds = min(2 * self._start_seconds, _MAX_START_SECONDS)
+            raise _TooSlow(problem) from error
         if isinstance(hello, Broken):
             raise TransportUnavailable(hello.problem)
         self._address = hello.address

@@ -182,6 +182,8 @@ class OurIndex:
             else:
                 index.forget_instance(0)
             spent[phase] = (time.perf_counter_ns() - began) / 1e3
+            if index.match(chain_bytes(0, _FILL_CHAIN)):
+                raise RuntimeError(f"{phase}: the worker still holds blocks")
         return spent
 
 

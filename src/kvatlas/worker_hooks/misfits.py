@@ -1,0 +1,97 @@
+"""Blocks that an engine holds and cuts otherwise than we were told: nothing of ours names them."""
+
+from collections.abc import Iterable
+
+from kvatlas.worker_hooks.raw_events import EngineHash, RawStored
+
+#: more are not told apart, and then only the end of all of them ends the doubt
+MAX_MISFITS = 65_536
+#: short blocks remembered until another one follows them
+MAX_SHORT = 1024
+
+
+class Misfits:
+    """Notes stores of blocks of another size, and why that makes the instance doubtful.
+
+    `reason` names both sizes and the flag; empty while nothing is wrong. It stays until a block of
+    the right size comes while no misfit is held. Copies of a block are not counted.
+
+    A block that came alone and is shorter than told may be the last one of a prompt, which is no
+    misfit; once another one follows it, it was a whole one.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        #: (engine hash, holder bit) of those held
+        self._held: set[tuple[EngineHash, int]] = set()
+        self._has_more = False
+        #: blocks that may be the last ones of their prompts; the oldest leave first
+        self._short: dict[EngineHash, None] = {}
+        self.reason = ""
+
+    @property
+    def hashes(self) -> set[EngineHash]:
+        """The engine's hashes of those held."""
+        return {engine_hash for engine_hash, _ in self._held}
+
+    def take(self, event: RawStored, bit: int) -> None:
+        """Note a store that does not fit, if whole blocks of another size explain it."""
+        found, rest = divmod(len(event.tokens), 4 * len(event.engine_hashes) or 1)
+        if rest or found in (0, self._block_tokens) or not event.engine_hashes:
+            return
+        whole = event.engine_hashes
+        if len(whole) == 1 and found < self._block_tokens:
+            self._remember_short(whole[0])
+            if event.parent not in self._short:
+                return
+            whole = (event.parent, whole[0])
+        for engine_hash in whole:
+            self._hold(engine_hash, bit)
+        group = f" of KV group {event.group}" if event.group else ""
+        self.reason = self.reason or (
+            f"the engine's blocks{group} have {found} tokens, told were {self._block_tokens}: "
+            f"start the bridge or sidecar with --block-tokens {found}"
+        )
+
+    def _remember_short(self, engine_hash: EngineHash) -> None:
+        self._short[engine_hash] = None
+        if len(self._short) > MAX_SHORT:
+            del self._short[next(iter(self._short))]
+
+    def _hold(self, engine_hash: EngineHash, bit: int) -> None:
+        if len(self._held) < MAX_MISFITS:
+            self._held.add((engine_hash, bit))
+        elif (engine_hash, bit) not in self._held:
+            self._has_more = True
+
+    def fitting(self, event: RawStored, bit: int) -> None:
+        """Note a store of the right size."""
+        self._held.difference_update((engine_hash, bit) for engine_hash in event.engine_hashes)
+        if not self._held and not self._has_more:
+            self.reason = ""
+
+    def remove(self, engine_hash: EngineHash, bit: int) -> bool:
+        """Hold a block no longer; return whether it was held."""
+        if (engine_hash, bit) not in self._held:
+            return False
+        self._held.remove((engine_hash, bit))
+        return True
+
+    def forget(self, engine_hashes: Iterable[EngineHash]) -> None:
+        """Hold none of these."""
+        gone = set(engine_hashes)
+        self._held = {pair for pair in self._held if pair[0] not in gone}
+
+    def empty(self, bits: int | None) -> None:
+        """Hold nothing under these holder bits; nothing at all if None."""
+        if bits is None:
+            self._held.clear()
+            self._short.clear()
+            self._has_more = False
+        else:
+            self._held = {pair for pair in self._held if not pair[1] & bits}
+
+    def restart(self) -> None:
+        """Begin with another incarnation, of which nothing is known."""
+        self.empty(None)
+        self.reason = ""
