@@ -1,7 +1,7 @@
 # `make run` and `make test` are enough on a machine with Python 3.11 or newer (Linux, macOS).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test quick fault engine bench bench-full bench-parts coverage check format schemas wheel clean
+.PHONY: help run test quick fault soak engine bench bench-full bench-parts coverage check format schemas wheel clean
 
 # The first of these that is there, runs and is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -58,6 +58,11 @@ $(ENGINE)/.installed: pyproject.toml
 	$(if $(NIXL),$(ENGINE)/bin/python -m pip install --quiet --no-deps $(NIXL))
 	$(ENGINE)/bin/python -m pip install --quiet --editable .
 	@touch $@
+
+SOAK_SECONDS ?= 900
+
+soak: .venv/.dev  ## the promise of exactness under random faults, for a quarter of an hour
+	$(BIN)/pytest -q -s --timeout=0 tests/property/test_exact_or_honest.py --soak $(SOAK_SECONDS)
 
 # Peers that benchmarks run beside us, apart from everything else.
 .venv-peers/.installed:

@@ -31,7 +31,7 @@ from testkit.measuring.timing import mean_us
 
 PROMPTS = (8 * 1024, 128 * 1024)
 #: tokens of a prompt -> calls per sample
-NUM_CALLS = {PROMPTS[0]: 200, PROMPTS[1]: 15}
+NUM_CALLS = {PROMPTS[0]: 20, PROMPTS[1]: 2}
 #: the peer is compared at 8,192 blocks of 16 tokens
 COMPARED = (PROMPTS[1], 16)
 
@@ -111,7 +111,7 @@ def main() -> None:
 
 def measure(bench: Bench, sides: Sides, num_tokens: int, block_tokens: int) -> None:
     """Time all ways of one prompt."""
-    repetitions = 5 if bench.is_quick else 11
+    repetitions = 15
     calls = NUM_CALLS[num_tokens]
     ways = sides.phases_in_turn(repetitions, "hash_us", block_tokens=block_tokens, calls=calls)
     theirs = ways.get("binding, from list", {})

@@ -8,6 +8,8 @@ the clock runs until the last prompt of each of 8 workers is found by a query. O
 beforehand; the peer hashes tokens in its indexer. `as the sidecar does it` hashes, coalesces and
 encodes on the clock, too.
 
+Who shares the machine has longer times; CPU says what a side costs all the same.
+
 A delay is that of one event: from when it is due at a steady rate to when the index holds it, the
 publisher's own lateness included. The events of 8 workers go through 8 outboxes and one publisher.
 """
@@ -387,6 +389,7 @@ class Remote:
         self._process.start()
         other.close()
         self._pipe.recv()
+        self.pid = self._process.pid or 0
 
     def ask(self, call: str, *arguments: Any) -> Any:
         """Return what the method returns."""
@@ -440,18 +443,29 @@ class Fleet(NamedTuple):
     """Our three processes."""
 
     broker_folder: Path
+    broker_pid: int
     teller: Remote
     indexer: Remote
 
+    def cpu_seconds(self) -> float:
+        """Return what all three have used."""
+        return sum(map(cpu_seconds, (self.broker_pid, self.teller.pid, self.indexer.pid)))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return what a process has used on all CPUs, in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
 
 @contextmanager
-def remotes(folder: Path, url: str) -> Iterator[Fleet]:
+def remotes(folder: Path, url: str, broker_pid: int) -> Iterator[Fleet]:
     """Run publisher and index on a broker."""
     with ExitStack() as stack:
         found = [Remote(role, url) for role in ("teller", "indexer")]
         for remote in found:
             stack.callback(remote.close)
-        yield Fleet(folder, *found)
+        yield Fleet(folder, broker_pid, *found)
 
 
 # --- what is measured -------------------------------------------------------------------------
@@ -463,10 +477,12 @@ class Measure:
     def __init__(self, bench: Bench, fleet: Fleet, peer: Peer | None) -> None:
         self._bench, self._fleet, self._peer = bench, fleet, peer
         self._names = (f"run{number}" for number in itertools.count())
+        #: side -> CPU of all its processes in each run, us an event
+        self._cpu: dict[str, list[float]] = {}
 
     def rates(self, blocks: int, events: int, repetitions: int) -> None:
         """Events per second of both sides, and ours as sidecars do it."""
-        plan = Plan("", events, blocks)
+        plan, self._cpu = Plan("", events, blocks), {}
         sides: dict[str, Callable[[], float]] = {
             OURS: lambda: self._our_rate(plan),
             AS_SIDECAR: lambda: self._sidecar_rate(plan),
@@ -475,6 +491,7 @@ class Measure:
             sides[PEER] = lambda: self._peer_rate(plan)
         found = self._bench.alternate(sides, repetitions)
         self._bench.row("publish to visible", "us/event", found, blocks=blocks, events=events)
+        self._bench.row("CPU of all processes", "us/event", self._cpu, blocks=blocks)
         for side, values in found.items():
             self._bench.figure("rate", blocks=blocks, side=side, events_per_s=1e6 / min(values))
         self._bench.ratio_of_times(f"rate_{blocks}", found, PEER)
@@ -489,19 +506,13 @@ class Measure:
     def _our_rate(self, plan: Plan) -> float:
         plan = self._fresh(plan)
         held, wire = self._fleet.teller.ask("prepare", plan)
-        self._fleet.indexer.ask("expect", held)
-        before = self._disk_bytes()
-        started = time.perf_counter()
-        self._fleet.teller.begin("publish")
-        seconds = self._until_visible(started)
-        stored_seconds = self._fleet.teller.result()
-        self._check(held, plan)
+        seconds, stored_seconds, disk = self._run(OURS, "publish", held, plan)
         self._bench.figure(
             "bytes per block",
             blocks=plan.blocks,
             side=OURS,
             wire=wire,
-            disk=(self._disk_bytes() - before) / plan.num_blocks,
+            disk=disk,
             stored_after_share=stored_seconds / seconds,
         )
         return 1e6 * seconds / plan.events
@@ -509,27 +520,40 @@ class Measure:
     def _sidecar_rate(self, plan: Plan) -> float:
         plan = self._fresh(plan)
         held = self._fleet.teller.ask("prepare_tokens", plan)
-        self._fleet.indexer.ask("expect", held)
-        before = self._disk_bytes()
-        started = time.perf_counter()
-        self._fleet.teller.begin("publish_as_sidecars")
-        seconds = self._until_visible(started)
-        num_messages, num_bytes = self._fleet.teller.result()
-        self._check(held, plan)
+        seconds, (num_messages, num_bytes), disk = self._run(
+            AS_SIDECAR, "publish_as_sidecars", held, plan
+        )
         self._bench.figure(
             "bytes per block",
             blocks=plan.blocks,
             side=AS_SIDECAR,
             wire=num_bytes / plan.num_blocks,
-            disk=(self._disk_bytes() - before) / plan.num_blocks,
+            disk=disk,
             events_per_message=plan.events / num_messages,
         )
         return 1e6 * seconds / plan.events
 
+    def _run(self, side: str, call: str, held: list[Held], plan: Plan) -> tuple[float, Any, float]:
+        """Return seconds until all is visible, the publisher's answer, bytes per block on disk."""
+        self._fleet.indexer.ask("expect", held)
+        disk, cpu = self._disk_bytes(), self._fleet.cpu_seconds()
+        started = time.perf_counter()
+        self._fleet.teller.begin(call)
+        seconds = self._until_visible(started)
+        answer = self._fleet.teller.result()
+        self._note_cpu(side, self._fleet.cpu_seconds() - cpu, plan)
+        self._check(held, plan)
+        return seconds, answer, (self._disk_bytes() - disk) / plan.num_blocks
+
+    def _note_cpu(self, side: str, seconds: float, plan: Plan) -> None:
+        self._cpu.setdefault(side, []).append(1e6 * seconds / plan.events)
+
     def _peer_rate(self, plan: Plan) -> float:
         assert self._peer is not None
         wire = self._peer.ask("prepare", events=plan.events, blocks=plan.blocks)
+        cpu = self._peer.ask("cpu_seconds")
         seconds = self._peer.ask("publish")
+        self._note_cpu(PEER, self._peer.ask("cpu_seconds") - cpu, plan)
         self._gate("the peer holds what it was told", self._peer.ask("are_all_visible"))
         self._bench.figure("bytes per block", blocks=plan.blocks, side=PEER, wire=wire)
         return float(1e6 * seconds / plan.events)
@@ -631,7 +655,7 @@ async def main() -> None:
         async with embedded_server(folder) as server:
             async with NatsBus(server.url) as bus:
                 await bus.declare_stream(StreamSpec(RAW_STREAM, ("raw.>",), 1 << 30, 3600.0))
-            fleet = stack.enter_context(remotes(folder, server.url))
+            fleet = stack.enter_context(remotes(folder, server.url, server.pid or 0))
             peer = stack.enter_context(Peer("dynamo_indexer.py")) if bench.has_peer else None
             if peer is not None:
                 started = {"port": free_port(), "workers": NUM_WORKERS, "threads": PEER_THREADS}

@@ -9,6 +9,7 @@ was wrong, every request was answered and all readers ended with the same state.
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -31,17 +32,21 @@ def main() -> int:
         "--ops", type=float, default=15.0, help="stores and removals/s, each worker"
     )
     parser.add_argument("--requests", type=float, default=12.0, help="requests per second")
+    parser.add_argument("--patience", type=float, default=20.0, help="for a dead router, seconds")
     parser.add_argument("--folder", type=Path, help="keep logs, truths and archive here")
     parser.add_argument("--json", action="store_true", help="print nothing but the last line")
     given = parser.parse_args()
-    options = StormOptions(given.seconds, given.seed, given.workers, given.ops, given.requests)
+    options = StormOptions(
+        given.seconds, given.seed, given.workers, given.ops, given.requests, given.patience
+    )
     with tempfile.TemporaryDirectory(prefix="kvatlas-storm-") as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         verdict = asyncio.run(run_storm(options, folder, Say(is_silent=given.json)))
     for example in verdict.examples:
         print(f"  {example}", file=sys.stderr)
-    print(json.dumps(summary(options.seed, verdict)))
+    load = round(os.getloadavg()[1], 1)
+    print(json.dumps({**summary(options.seed, verdict), "load": load}))
     return 0 if verdict.holds else 1
 
 

@@ -27,7 +27,7 @@ from kvatlas.replay import replay_archive, replay_stream
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch
-from testkit.builders import a_batch, digest, hashes, inventory, stored, subject_of, up
+from testkit.builders import a_batch, digests, hashes, inventory, stored, subject_of, up
 from testkit.bus import eventually
 
 W1 = InstanceId("w1", 0)
@@ -106,7 +106,7 @@ async def test_a_worker_that_dies_is_gone_everywhere_by_one_record(bus: NatsBus)
 
 async def test_a_gap_is_healed_by_the_owner(bus: NatsBus) -> None:
     async def answer(_payload: bytes) -> bytes:
-        await publish(bus, a_batch(inventory(1, 2, as_of=3), digest(1, 2), seq=4))
+        await publish(bus, a_batch(inventory(1, 2, as_of=3), *digests(1, 2), seq=4))
         return b""
 
     await bus.serve(inventory_subject(W1), answer)

@@ -93,7 +93,8 @@ async def test_its_engine_can_end_it(tmp_path: Path, ending: str) -> None:
             assert isinstance(sidecar, ApartSidecar)
             try:
                 await until(lambda: folds[W].epoch > 0)
-                assert sidecar.exit_status is None
+                before = sidecar.exit_status
+                assert before is None
                 with pytest.raises(subprocess.TimeoutExpired):
                     sidecar.wait(0)
             finally:

@@ -21,7 +21,7 @@ from kvatlas.schemas.errors import StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch
-from testkit.builders import MODEL, a_batch, digest, hashes, inventory, stored, subject_of, up
+from testkit.builders import MODEL, a_batch, digests, hashes, inventory, stored, subject_of, up
 from testkit.bus import Collected, eventually
 
 W1 = InstanceId("w1", 0)
@@ -199,7 +199,7 @@ async def test_an_inventory_is_asked_for_until_it_has_healed(bus: MemoryBus) -> 
     async def answer(payload: bytes) -> bytes:
         asked.append(payload)
         if len(asked) == 3:  # what came before was lost on its way
-            await publish(bus, a_batch(inventory(1, as_of=3), digest(1), seq=4))
+            await publish(bus, a_batch(inventory(1, as_of=3), *digests(1), seq=4))
         return b""
 
     await bus.serve(inventory_subject(W1), answer)
@@ -398,7 +398,7 @@ async def test_who_gives_no_inventory_is_forgotten_once_by_all_replicas(
         for service in (one, two):
             await eventually(lambda service=service: service.state.stats().forgotten == 1)  # type: ignore[misc]
             assert service.index.match(hashes(1)) == []
-        await publish(bus, a_batch(inventory(1, 2, as_of=3), digest(1, 2), seq=4))
+        await publish(bus, a_batch(inventory(1, 2, as_of=3), *digests(1, 2), seq=4))
         await eventually(is_exact(one))
         await eventually(is_exact(two))
         assert one.state.state_digest() == two.state.state_digest()
@@ -410,7 +410,7 @@ async def test_a_storm_is_throttled_and_heals_by_the_inventory(bus: MemoryBus) -
 
     async def give_inventory(_: bytes) -> bytes:
         seq = service.state.instance(W1).seq  # type: ignore[union-attr]
-        told = (inventory(1, 2, as_of=seq), digest(1, 2))
+        told = (inventory(1, 2, as_of=seq), *digests(1, 2))
         await publish(bus, a_batch(*told, seq=seq + 1))
         return b""
 

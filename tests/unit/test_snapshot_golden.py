@@ -79,7 +79,7 @@ def test_all_that_is_kept_of_an_instance_is_named_here() -> None:
             "ended",
             "damages",
             "inventoried",
-            "verified",
+            "unsettled",
             "open_inventories",
             "changed_at",
             "wants_inventory",

@@ -3,8 +3,9 @@
 An ephemeral consumer without acknowledgements delivers to the callback of a core subscription,
 the cheapest way there is (5 us per message). The price is that nobody resends, so the reader
 checks: the consumer's own sequence has no holes, whatever the filter, and an idle heartbeat
-repeats the last one. Whatever is wrong (a number missing, silence, a lost connection), the
-consumer is left to the broker to sweep and a new one is made where the reader stands.
+repeats the last one. Whatever is wrong (a number missing, silence, a lost connection, a node of
+the cluster that has nothing to send because it is behind), the consumer is left to the broker to
+sweep and a new one is made where the reader stands.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo
 from nats.js.manager import JetStreamManager
 
-from kvatlas.events.nats_connection import NatsConnection
+from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 
 HEARTBEAT_SECONDS = 1.0
@@ -31,6 +32,9 @@ PENDING_MESSAGES, PENDING_BYTES = 1 << 19, 128 << 20
 #: the broker sweeps a consumer that nobody listens to after this
 SWEEP_SECONDS = 5.0
 RETRY_SECONDS = 0.2
+#: a cluster without a leader never answers a request, also not later: ask again soon, and be more
+#: patient each time up to EXCHANGE_SECONDS, for a slow broker
+FIRST_PATIENCE_SECONDS = 1.0
 
 #: decides where the next consumer starts; runs before each is made
 Plan = Callable[[JetStreamManager], Awaitable[ConsumerConfig]]
@@ -62,6 +66,8 @@ class PushConsumer:
         #: the consumer whose messages count; those of an earlier one are ignored
         self._present: _Deliveries | None = None
         self._subscription: NatsSubscription | None = None
+        #: the node of a cluster that the present consumer is on
+        self._node: str | None = None
         self._trouble = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         #: of `start`: done when the broker delivers or never will
@@ -99,17 +105,21 @@ class PushConsumer:
         await self._leave()
 
     async def _run(self, first: asyncio.Future[None]) -> None:
+        patience = FIRST_PATIENCE_SECONDS
         while True:
             self._trouble.clear()
             try:
-                await self._connection.call(f"read {self._stream_name}", self._make)
+                await self._connection.call(f"read {self._stream_name}", self._make, patience)
             except (BusUnavailable, StreamRefused) as error:
                 if isinstance(error, StreamRefused) and not first.done():
                     first.set_exception(error)
                     return
-                _logger.warning("%s; trying again", error)
+                level = logging.WARNING if patience == FIRST_PATIENCE_SECONDS else logging.DEBUG
+                _logger.log(level, "%s; trying again", error)
+                patience = min(1.5 * patience, EXCHANGE_SECONDS)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
+            patience = FIRST_PATIENCE_SECONDS
             if not first.done():
                 first.set_result(None)
             await self._until_trouble()
@@ -146,6 +156,7 @@ class PushConsumer:
         except BaseException:
             await self._leave()
             raise
+        self._node = info.cluster.leader if info.cluster else None
         self._on_made(info)
 
     async def _leave(self) -> None:
@@ -157,16 +168,38 @@ class PushConsumer:
                 await subscription.unsubscribe()
 
     async def _until_trouble(self) -> None:
-        while not self._trouble.is_set():
-            if self._present is not None:
-                self._present.was_heard = False
+        present = self._present
+        while present is not None and not self._trouble.is_set():
+            present.was_heard, last_number = False, present.next_number
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     await self._trouble.wait()
             except TimeoutError:
-                if self._present is None or not self._present.was_heard:
+                if not present.was_heard:
                     _logger.warning("the consumer of %s is silent", self._stream_name)
                     return
+                if present.next_number == last_number and await self._is_on_a_node_behind():
+                    text = "the consumer of %s is on %s, which is behind"
+                    _logger.warning(text, self._stream_name, self._node)
+                    return
+
+    async def _is_on_a_node_behind(self) -> bool:
+        """Say whether the present consumer's node has less than its stream.
+
+        A node that comes back to its cluster may need minutes to catch up, and all the while its
+        consumers say that there is nothing to send.
+        """
+        if self._node is None:
+            return False
+        try:
+            info = await self._connection.call(
+                f"look at {self._stream_name}",
+                lambda client: client.jsm().stream_info(self._stream_name),
+            )
+        except (BusUnavailable, StreamRefused):
+            return False  # no leader: nobody has more than anybody else
+        replicas = (info.cluster and info.cluster.replicas) or ()
+        return any(replica.name == self._node and not replica.current for replica in replicas)
 
     def _on_connection(self, is_connected: bool) -> None:
         if not is_connected:
@@ -189,7 +222,8 @@ class _Deliveries:
     ) -> None:
         self._client, self._deliver = client, deliver
         self._on_idle, self._on_end = on_idle, on_end
-        self._next_number = 1
+        #: of the next message, counted by the consumer
+        self.next_number = 1
         self.is_over = False
         self.was_heard = False
         #: the subscription once it has dropped something: what waits in it is still whole
@@ -202,10 +236,10 @@ class _Deliveries:
             await self._on_status(message, message.headers)
             return
         stream_sequence, number, broker_ns, num_pending = parse_reply(message.reply)
-        if number != self._next_number:
+        if number != self.next_number:
             self._end()
             return
-        self._next_number = number + 1
+        self.next_number = number + 1
         self.was_heard = True
         self._deliver(message, stream_sequence, broker_ns, num_pending)
         if self._dropping is not None and not self._dropping.pending_msgs:
@@ -225,7 +259,7 @@ class _Deliveries:
             with suppress(nats.errors.Error):
                 await self._client.publish(reply)
         last = headers.get("Nats-Last-Consumer")
-        if headers["Status"] != "100" or (last is not None and int(last) >= self._next_number):
+        if headers["Status"] != "100" or (last is not None and int(last) >= self.next_number):
             self._end()
             return
         self.was_heard = True

@@ -1,7 +1,7 @@
 """One instance as the fold knows it: its epoch, what it said of itself, and how far it is believed.
 
-damage (gap, resync, ...)  -->  degraded  -->  inventory of each tier that holds something,
-                                              then a matching digest of each  -->  exact
+damage (gap, resync, ...)  -->  degraded  -->  inventories of what is wrong,
+                                              a matching digest of every tier  -->  exact
 """
 
 from enum import StrEnum
@@ -90,8 +90,8 @@ class Instance(Struct):
     damages: dict[Damage, str] = msgspec.field(default_factory=dict)
     #: tiers replaced by a complete inventory since they were last in doubt
     inventoried: set[Tier] = msgspec.field(default_factory=set)
-    #: those of `inventoried` whose digest has matched since
-    verified: set[Tier] = msgspec.field(default_factory=set)
+    #: tiers in doubt that no digest of the instance has equalled since; means nothing without damage
+    unsettled: set[Tier] = msgspec.field(default_factory=set)
     open_inventories: dict[Tier, OpenInventory] = msgspec.field(default_factory=dict)
     #: per tier: the newest sequence that did change it, or may have
     changed_at: list[int] = msgspec.field(default_factory=lambda: [0] * NUM_TIERS)
@@ -139,7 +139,7 @@ class Instance(Struct):
         self.damages.setdefault(damage, detail)
         self.trust = Trust.degraded
         self.inventoried.clear()
-        self.verified.clear()
+        self.unsettled = set(Tier)
 
     def doubt_tier(self, tier: Tier, damage: Damage, detail: str) -> bool:
         """Take one tier as unknown; return whether an inventory of it was what turned out wrong."""
@@ -147,7 +147,7 @@ class Instance(Struct):
         self.damages.setdefault(damage, detail)
         self.trust = Trust.degraded
         self.inventoried.discard(tier)
-        self.verified.discard(tier)
+        self.unsettled.add(tier)
         return had_inventory
 
     def clear_doubt(self, damage: Damage) -> None:
@@ -155,9 +155,14 @@ class Instance(Struct):
         self.damages.pop(damage, None)
         self._settle()
 
-    def heal(self, held_tiers: set[Tier]) -> None:
-        """Become exact if inventories with matching digests cover all tiers that hold something."""
-        if self.inventoried and self.inventoried | held_tiers <= self.verified:
+    def heal(self) -> None:
+        """Become exact if each tier in doubt has since had a digest equal to ours.
+
+        Equal digests after the same sequence are what exact means, whether an inventory had to
+        bring that about or nothing had been lost in the tier. One tier less, such as one that
+        nobody has told of yet, and a worker that holds something is believed to hold nothing.
+        """
+        if not self.unsettled:
             self.damages = {why: d for why, d in self.damages.items() if why in _LASTING}
             self._settle()
 

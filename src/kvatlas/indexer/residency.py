@@ -100,7 +100,6 @@ class Residency:
         for tier in Tier if event.tier is None else (event.tier,):
             self._touch(instance, tier)
             instance.inventoried.add(tier)
-            instance.verified.discard(tier)
         if instance.number is not None:
             self._index.clear(instance.number, event.tier)
 
@@ -200,7 +199,6 @@ class Residency:
             self._index.clear(instance.number, tier)
             self._index.store_runs(instance.number, tier, runs)
         instance.inventoried.add(tier)
-        instance.verified.discard(tier)
 
     def _touch(self, instance: Instance, tier: Tier) -> None:
         """Note that the tier changes at the present sequence."""

@@ -20,13 +20,14 @@ class SnapshotCollector(Collector):
         if status is None:
             return
         loaded = self._service.loaded
-        for name, text, gauge in (
-            ("kv_snapshots", "Snapshots that are kept", status.num_snapshots),
-            (
+        if status.headroom is not None:
+            yield GaugeMetricFamily(
                 "kv_snapshot_headroom_sequences",
                 "Messages that the log may lose before the oldest snapshot is of no use",
-                status.headroom or 0,
-            ),
+                value=status.headroom,
+            )
+        for name, text, gauge in (
+            ("kv_snapshots", "Snapshots that are kept", status.num_snapshots),
             ("kv_snapshot_bytes", "Size of the last one taken here", status.num_bytes),
             ("kv_snapshot_pause_seconds", "How long it paused the fold", status.pause_seconds),
             ("kv_snapshot_upload_seconds", "How long it took to store", status.upload_seconds),

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvatlas.events.bus import Bus
-from kvatlas.events.objects import ObjectEntry
+from kvatlas.events.objects import Buffer, ObjectEntry
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.indexer.snapshot import Export
 from kvatlas.indexer.snapshot_format import About, framed
@@ -109,27 +109,27 @@ class SnapshotWriter:
         cut = self._cut()
         if cut is None:
             return False
-        await self._write(cut)
+        about, self.status.pause_seconds = cut.about, cut.pause_seconds
+        pieces = await asyncio.to_thread(_pieces, cut)
+        del cut  # the copy is larger than its parts, and the upload takes a while
+        await self._upload(about, pieces)
         for entry in surplus(
             await self._objects.entries(), self._settings.kept, self._settings.kept_seconds
         ):
             await self._objects.delete(entry.name)
         return True
 
-    async def _write(self, cut: Cut) -> None:
+    async def _upload(self, about: About, pieces: Sequence[Buffer]) -> None:
         started = time.perf_counter()
-        name = name_for(cut.about.stream_sequence)
-        pieces = await asyncio.to_thread(lambda: list(framed(cut.about, cut.export())))
+        name, status = name_for(about.stream_sequence), self.status
         await self._objects.put(name, pieces)
-        status = self.status
         status.num_written += 1
         status.num_bytes = sum(map(len, pieces))
-        status.pause_seconds = cut.pause_seconds
         status.upload_seconds = time.perf_counter() - started
         _logger.info(
             "snapshot %s: %d blocks, %.1f MB, the fold paused %.1f ms, stored in %.2f s",
             name,
-            cut.about.num_blocks,
+            about.num_blocks,
             status.num_bytes / 1e6,
             1e3 * status.pause_seconds,
             status.upload_seconds,
@@ -152,6 +152,10 @@ class SnapshotWriter:
                 status.headroom,
                 first,
             )
+
+
+def _pieces(cut: Cut) -> list[Buffer]:
+    return list(framed(cut.about, cut.export()))
 
 
 def _find_memory(num_bytes: int) -> None:

@@ -124,8 +124,8 @@ class IndexState:
 
     A batch is judged by its epoch, then by its sequence. A new epoch forgets the old one at once.
     After a loss the instance goes on as `degraded` and is asked for an inventory, once per loss;
-    it is `exact` again when a complete inventory of each tier that holds something has been
-    followed by a digest equal to ours.
+    it is `exact` again when each tier in doubt has had a digest equal to ours, which takes an
+    inventory where something was lost.
 
     `max_gone` instances that are gone are remembered, so that stragglers of theirs stay without
     effect; too few, and a very late batch brings a dead instance back, degraded, until its
@@ -205,7 +205,7 @@ class IndexState:
         for skipped in rejected:
             self._take_rejected(instance, skipped, effects)
         if instance.damages:
-            instance.heal(set(self._residency.digests(instance)))
+            instance.heal()
         if instance.trust is not trust:
             self._report_trust(instance, effects)
 
@@ -325,8 +325,7 @@ class IndexState:
         found = self._residency.digest(instance, told.tier)
         if found == (told.count, told.xor):
             self._counters.digest_matches += 1
-            if told.tier in instance.inventoried:
-                instance.verified.add(told.tier)
+            instance.unsettled.discard(told.tier)
             return
         self._counters.digest_mismatches += 1
         detail = f"{told.tier.name} holds {told.count} blocks, the index {found.count}"
@@ -418,7 +417,7 @@ class IndexState:
         for tier in list(instance.open_inventories):
             self._residency.interrupt(instance, tier)
         instance.inventoried.clear()
-        instance.verified.clear()
+        instance.unsettled = set(Tier)
         instance.changed_at = [instance.seq] * NUM_TIERS
         self._residency.release(instance)
         try:

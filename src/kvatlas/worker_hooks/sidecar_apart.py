@@ -91,7 +91,7 @@ def start_apart(options: SidecarOptions) -> ApartSidecar | SidecarProcess:
     Returns when it has its process. On a system without file descriptors of processes it is an
     ordinary child. Raises OSError when it does not start.
     """
-    if not hasattr(os, "pidfd_open"):
+    if not _has_pidfds():
         return start_sidecar(options)
     if options.parent_pid == 0:
         options = msgspec.structs.replace(options, parent_pid=os.getpid())
@@ -119,6 +119,14 @@ def start_apart(options: SidecarOptions) -> ApartSidecar | SidecarProcess:
     except BaseException:
         os.close(pipe)
         raise
+
+
+def _has_pidfds() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _is_readable(fd: int, seconds: float) -> bool:

@@ -1,6 +1,7 @@
 """The peer of ingest.py: engines that tell `python -m dynamo.indexer` over ZMQ what they store."""
 
 import json
+import os
 import random
 import struct
 import subprocess
@@ -89,6 +90,13 @@ class Engines:
                 time.sleep(PAUSE_SECONDS)
         return time.perf_counter() - started
 
+    def cpu_seconds(self) -> float:
+        """Return what the indexer and this process have used."""
+        assert self.process is not None
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(stat[11]) + int(stat[12])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
     def are_all_visible(self) -> bool:
         """Say whether prompts from here and there are held as published."""
         sample = random.sample(self.prompts, min(NUM_CHECKED, len(self.prompts)))
@@ -173,6 +181,7 @@ if __name__ == "__main__":
                 "start": engines.start,
                 "prepare": engines.prepare,
                 "publish": engines.publish,
+                "cpu_seconds": engines.cpu_seconds,
                 "are_all_visible": engines.are_all_visible,
             }
         )

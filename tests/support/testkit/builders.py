@@ -59,6 +59,11 @@ def digest(*blocks: int, tier: Tier = Tier.hbm) -> Digest:
     return Digest(tier, *digest_of(split_hashes(hashes(*blocks))))
 
 
+def digests(*blocks: int) -> list[Digest]:
+    """Return what an instance tells of every tier that holds these blocks in the first one only."""
+    return [digest(*blocks) if tier is Tier.hbm else digest(tier=tier) for tier in Tier]
+
+
 def a_batch(
     *events: KvEvent, worker: str = "w1", rank: int = 0, epoch: int = 1, seq: int = 1
 ) -> EventBatch:

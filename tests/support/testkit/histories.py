@@ -146,7 +146,6 @@ def validate(state: IndexState) -> None:
     for name, instance in state._instances.items():
         assert instance.id == name
         assert instance.is_gone == (name in state._gone)
-        assert instance.verified <= instance.inventoried
         assert instance.is_gone or (instance.trust is Trust.exact) == (not instance.damages)
         assert not (instance.wants_inventory and instance.trust is not Trust.degraded)
         assert not instance.is_gone or (instance.number is None and instance.info is None)

@@ -8,6 +8,7 @@
     match 1 2 3 · trust w1 · holds w1 · count gaps     questions
 
 Events: up · down REASON · stored, removed, digest BLOCK... [tier=T] · cleared [tier=T] · resync ·
+digests BLOCK... (of all tiers, blocks in the first) ·
 inventory BLOCK... as_of=N [part=1/2] [tier=T] · unknown (a tag of the future) · broken TAG.
 The answer to what happens is the effects, or `ok`; w1 is rank 0 of w1, w1/3 its rank 3.
 """
@@ -52,6 +53,7 @@ from testkit.builders import (
     a_batch,
     a_control,
     digest,
+    digests,
     hashes,
     inventory,
     removed,
@@ -118,6 +120,8 @@ class IndexScenario:
                     rejected.append(RejectedEvent(position, "unknown", "tag 'teleported'"))
                 case ["broken", kind]:
                     rejected.append(RejectedEvent(position, kind, "cannot be read"))
+                case ["digests", *blocks]:
+                    events.extend(digests(*map(int, blocks)))
                 case _:
                     events.append(_event(words))
         batch = a_batch(worker=name.worker, rank=name.rank, **options)

@@ -12,8 +12,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Collect garbage now, and not while this is entered."""
-    gc.collect()
+    """Collect no garbage while this is entered."""
     gc.disable()
     try:
         yield

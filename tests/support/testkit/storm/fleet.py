@@ -346,7 +346,9 @@ async def _fleet(options: StormOptions, folder: Path, say: Say) -> AsyncGenerato
         for number in range(options.num_workers):
             worker = _worker(options, folder, nats_url, f"w{number}")
             targets[worker.name] = await enter(kept_up(worker))
-        async with aiohttp.ClientSession() as session:
+        # a connection that is kept may be to a process that has been killed since
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
             yield Storm(options, folder, say, session, targets, urls)
 
 

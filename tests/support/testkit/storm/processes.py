@@ -33,6 +33,7 @@ class Child:
     def __init__(self, name: str, command: Callable[[int], list[str]], log: Path) -> None:
         self.name, self._command, self._log = name, command, log
         self._process: Process | None = None
+        self._starting = asyncio.Lock()
         self.num_starts = 0
         #: exits that nobody asked for
         self.num_own_exits = 0
@@ -47,9 +48,12 @@ class Child:
 
     async def start(self) -> None:
         """Start it unless it runs."""
-        self._is_held = False
-        if self.pid is not None:
-            return
+        async with self._starting:
+            if self.pid is None:
+                await self._start()
+            self._is_held = False
+
+    async def _start(self) -> None:
         command = self._command(self.num_starts)
         self.num_starts += 1
         with self._log.open("ab") as log:

@@ -196,7 +196,7 @@ def _sidecar(
         return made[-1]
 
     # the sidecar makes its own outbox; there is no other place to stand between the two
-    sidecar_service.Outbox = outbox  # type: ignore[misc,assignment]
+    vars(sidecar_service)["Outbox"] = outbox
     sidecar_options = SidecarOptions(
         nats_url=options.nats_url,
         worker=options.name,
