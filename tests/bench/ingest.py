@@ -285,6 +285,8 @@ class Teller:
             for number, (worker, event) in enumerate(events):
                 due = started + number / events_per_second
                 await _until(due)
+                if number % SLICE_EVENTS == 0:
+                    await asyncio.sleep(0)  # who is late lets others run, too
                 by_name[worker.name].add(event, due)
             for sender in senders:
                 await sender.is_idle.wait()
@@ -358,7 +360,6 @@ class _PacedSender:
 
 async def _until(moment: float) -> None:
     """Return at or after a moment of `perf_counter`."""
-    await asyncio.sleep(0)  # who is late lets others run, too
     while (early := moment - time.perf_counter()) > 0:  # noqa: ASYNC110 - it is about time
         await asyncio.sleep(early)
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from kvatlas.events.subjects import lease_subject
+from kvatlas.schemas.errors import Unavailable
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -132,6 +133,16 @@ async def lease_asked(fleet: Bridged) -> AsyncIterator[asyncio.Event]:
         await client.close()
 
 
+async def lends(fleet: Bridged) -> None:
+    """Return when A answers requests for leases, be it that one makes no sense."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(Unavailable):
+                await fleet.bus.request(lease_subject(A), b"?", 1.0)
+                return
+            await asyncio.sleep(0.05)
+
+
 async def pulls_work(a: EngineProcess, b: EngineProcess, fleet: Bridged) -> None:
     """Return when B's transfer process is up: until then pulls say that there is no transport.
 
@@ -193,6 +204,22 @@ async def test_b_pulls_what_a_has_computed_and_says_the_same(
             "seconds_computed": round(alone["seconds"], 4),
         }
         print(json.dumps(figures))
+
+
+async def test_the_first_pull_waits_for_the_transport_to_load(
+    python: str, models: Path, tmp_path: Path
+) -> None:
+    async with (
+        a_fleet(tmp_path) as fleet,
+        an_engine(python, models, fleet, "a") as a,
+    ):
+        expected = await computed_by(a, fleet, PROMPT)
+        await lends(fleet)
+        async with an_engine(python, models, fleet, "b", pull_deadline_seconds=60.0) as b:
+            answer = await b.ask(do="generate", prompts=[PROMPT], num=8, transfer=plan())
+            assert answer["cached"] == [NUM_FULL * BLOCK_TOKENS]
+            assert answer["output"] == [expected]
+            print(json.dumps({"first_pull_seconds": round(answer["seconds"], 3)}))
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

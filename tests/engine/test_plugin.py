@@ -16,13 +16,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens, reuse_point
 from testkit.bridging import Bridged, a_fleet
-from testkit.real_engine import engine_python, tiny_models
+from testkit.real_engine import engine_python, sidecars_of, tiny_models
 from testkit.sidecars import until
 
 HERE = Path(__file__).parent
@@ -227,9 +226,8 @@ async def test_a_killed_sidecar_is_started_again_and_told_what_is_held(
     async with a_bench(python, models / "llama", tmp_path) as bench:
         await bench.checked(BASE)
         epoch = bench.fleet.epoch
-        for child in psutil.Process(bench.pid).children():
-            if "kvatlas.worker_hooks.sidecar" in child.cmdline():
-                child.kill()
+        [sidecar] = sidecars_of(bench.pid)
+        sidecar.kill()
         answer = await bench.ask(do="generate", prompts=[BASE], num=4, salt="", lora="")
         assert answer["cached"] == [64]
         await until(lambda: bench.fleet.epoch > epoch, 30.0)

@@ -67,6 +67,7 @@ def summary(seed: int, verdict: Verdict) -> dict[str, Any]:
         "statuses": verdict.statuses,
         "messages": verdict.messages,
         "lost_unacked": verdict.batches_lost_unacked,
+        "doubted": verdict.doubted,
         "converge_s": {"p50": round(median(seconds), 2), "max": round(seconds[-1], 2)},
         "converge_by_kind": dict(sorted(verdict.converge_by_kind.items())),
         "not_converged": verdict.not_converged,

@@ -7,26 +7,45 @@ KVATLAS_SLOW=1 only.
 
 import asyncio
 import os
-import signal
+import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from msgspec import msgpack
 
 from kvatlas.events.bus import Message
+from kvatlas.events.codec import encode
+from kvatlas.events.leases import (
+    RENEWALS_PER_TTL,
+    TTL_SECONDS,
+    LeaseKeeper,
+    LeaseValue,
+    lease_key,
+)
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.streams import KV_EVENTS, events_stream
+from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
+from kvatlas.events.subjects import parse_events_subject
+from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.state import IndexState
+from kvatlas.schemas.fleet import HashAlgorithm, Trust
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.kv_events import KvEvent, NamespaceSeen
+from testkit.builders import MODEL, ROOT, a_batch, digest, removed, stored, subject_of, up
 from testkit.cluster import WAIT_SECONDS, Cluster, nats_cluster
+from testkit.fold import Fold
 from testkit.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 slow = pytest.mark.skipif(not os.environ.get("KVATLAS_SLOW"), reason="KVATLAS_SLOW=1 runs it")
 
 STREAM = events_stream(max_bytes=64 << 20, replicas=3)
+EPOCH = 5
 
 
 @pytest.fixture
@@ -224,3 +243,114 @@ async def test_a_node_that_is_cut_off_with_its_client_accepts_nothing(cuttable: 
             assert reader.numbers[subject] == sorted(reader.numbers[subject])
         report("leader cut off, majority", reader, others)
         report("leader cut off, minority", near_reader, alone)
+
+
+class Sidecar:
+    """Speaks for an instance: stores and removes blocks, and says from time to time what is held."""
+
+    def __init__(self, bus: NatsBus, worker: str) -> None:
+        self._publisher = bus.publisher(KV_EVENTS)
+        self.instance = InstanceId(worker, 0)
+        self._random = random.Random(worker)
+        self._held: set[int] = set()
+        self._seq = 0
+        self._is_over = False
+
+    async def run(self) -> None:
+        await self._publish(up(), NamespaceSeen(ROOT, MODEL, 4, HashAlgorithm.xxh3_128))
+        while not self._is_over:
+            await self._publish(*self._change())
+            await asyncio.sleep(0.005)
+        await self._publish(digest(*self._held))
+        await self._publisher.flush()
+
+    def finish(self) -> None:
+        self._is_over = True
+
+    def _change(self) -> list[KvEvent]:
+        gone = set(self._random.sample(sorted(self._held), len(self._held) // 4))
+        new = {self._random.randrange(1, 10_000) for _ in range(20)}
+        self._held = (self._held - gone) | new
+        return [removed(*gone), stored(*new), digest(*self._held)]
+
+    async def _publish(self, *events: KvEvent) -> None:
+        self._seq += 1
+        batch = a_batch(*events, worker=self.instance.worker, epoch=EPOCH, seq=self._seq)
+        await self._publisher.publish(subject_of(batch), encode(batch))
+
+
+async def test_two_indexes_are_exact_and_alike_after_the_leader_was_killed(
+    cluster: Cluster,
+) -> None:
+    async with NatsBus(cluster.urls, replicas=3) as bus:
+        await bus.declare_stream(STREAM)
+        leader = await cluster.leader(KV_EVENTS)
+        async with (
+            NatsBus(leader.url, replicas=3) as near,
+            NatsBus(cluster.urls, replicas=3) as far,
+            IndexService(near, IndexState(ReferenceIndex())) as one,
+            IndexService(far, IndexState(ReferenceIndex())) as two,
+        ):
+            sidecars = [Sidecar(bus if n % 2 else near, f"w{n}") for n in range(4)]
+            tasks = [asyncio.create_task(sidecar.run()) for sidecar in sidecars]
+            await until(lambda: one.state.stream_sequence > 200, WAIT_SECONDS)
+            await leader.server.kill()
+            killed_at, sequence = time.monotonic(), one.state.stream_sequence
+            await until(lambda: one.state.stream_sequence > sequence + 20, WAIT_SECONDS)
+            print(f"index goes on after {time.monotonic() - killed_at:.2f} s, {one.lag}")
+            await leader.server.start()
+            for sidecar in sidecars:
+                sidecar.finish()
+            await asyncio.wait_for(asyncio.gather(*tasks), WAIT_SECONDS)
+            last = await bus.last_sequence(KV_EVENTS)
+            for service in (one, two):
+                await until(lambda s=service: s.state.stream_sequence == last, WAIT_SECONDS)  # type: ignore[misc]
+            views = [service.state.instances() for service in (one, two)]
+            assert [view.trust for view in views[0] + views[1]] == [Trust.exact] * 8
+            assert one.state.state_digest() == two.state.state_digest()
+            folds = {sidecar.instance: Fold(sidecar.instance) for sidecar in sidecars}
+            async for message in bus.read_range(KV_EVENTS, 1, last):
+                folds[parse_events_subject(message.subject)[1]].take_payload(message.payload)
+            assert [fold.gaps for fold in folds.values()] == [[]] * 4
+
+
+async def test_only_the_dead_are_declared_dead_when_nobody_can_renew_a_lease_for_a_while(
+    cluster: Cluster,
+) -> None:
+    """The outage begins just before renewals are due, which leaves least of the leases."""
+    living = [InstanceId(f"w{n}", 0) for n in range(4)]
+    dead = InstanceId("dead", 0)
+    async with NatsBus(cluster.urls, replicas=3) as bus:
+        await bus.declare_stream(STREAM)
+        leases = bus.keys(LEASES_BUCKET)
+        publisher = bus.publisher(KV_EVENTS)
+        for instance in (*living, dead):
+            batch = a_batch(up(), worker=instance.worker, epoch=EPOCH)
+            await publisher.publish(subject_of(batch), encode(batch))
+        await publisher.flush()
+        await leases.put(lease_key(dead), msgpack.encode(LeaseValue(EPOCH)), 8.0)
+        leader = await cluster.leader(f"KV_{LEASES_BUCKET}")
+        async with AsyncExitStack() as stack:
+            near = await stack.enter_async_context(NatsBus(leader.url, replicas=3))
+            far = await stack.enter_async_context(
+                NatsBus([node.url for node in cluster.others(leader)], replicas=3)
+            )
+            for instance in living:
+                keeper = LeaseKeeper(leases, instance, EPOCH, lambda fenced: None)
+                await stack.enter_async_context(keeper)
+            services = [
+                await stack.enter_async_context(
+                    IndexService(each, IndexState(ReferenceIndex()), name=name)
+                )
+                for name, each in (("near", near), ("far", far))
+            ]
+            await asyncio.sleep(TTL_SECONDS / RENEWALS_PER_TTL - 0.1)
+            await leader.server.kill()
+            killed_at = time.monotonic()
+            for service in services:
+                await until(lambda s=service: len(s.state.alive()) < 5, WAIT_SECONDS)  # type: ignore[misc]
+            print(f"declared dead after {time.monotonic() - killed_at:.2f} s")
+            # by then each lease of the living would have ended as well
+            await asyncio.sleep(max(killed_at + TTL_SECONDS - time.monotonic(), 0))
+            for service in services:
+                assert sorted(service.state.alive()) == [(one, EPOCH) for one in living]

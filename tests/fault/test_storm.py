@@ -172,10 +172,12 @@ def test_readers_are_equal_only_if_the_replay_is(truths: list[Truth], tmp_path: 
     empty = IndexState(ReferenceIndex()).state_digest()
     both = {"indexer-a": (0, empty), "indexer-b": (0, empty)}
     assert judged(truths, tmp_path, agreements=[both]).digest_equal
-    for wrong in (
-        both | {"indexer-b": (0, "f" * 32)},
-        dict.fromkeys(both, (0, "f" * 32)),
-        dict.fromkeys(both, (1, empty)),
+    other = "0" * 32
+    wrongs: list[dict[str, tuple[int, str]]] = [
+        {"indexer-a": (0, empty), "indexer-b": (0, other)},
+        {"indexer-a": (0, other), "indexer-b": (0, other)},
+        {"indexer-a": (1, empty), "indexer-b": (1, empty)},
         {"indexer-a": (0, empty)},
-    ):
+    ]
+    for wrong in wrongs:
         assert not judged(truths, tmp_path, agreements=[both, wrong]).digest_equal

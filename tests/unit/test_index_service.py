@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvatlas.events.bus import Publisher
@@ -13,7 +14,7 @@ from kvatlas.events.leases import LeaseKeeper
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import inventory_subject
-from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
 from kvatlas.indexer.budgets import BudgetSettings
 from kvatlas.indexer.service import IndexService, ServiceSettings
 from kvatlas.indexer.state import IndexState
@@ -424,3 +425,21 @@ async def test_a_storm_is_throttled_and_heals_by_the_inventory(bus: MemoryBus) -
         assert other.trust is Trust.exact
         await eventually(is_exact(service))
         assert [match.num_blocks for match in service.index.match(hashes(1, 2, 3))] == [2]
+
+
+async def test_memory_that_changes_by_itself_is_found_and_told_anew(bus: MemoryBus) -> None:
+    index = FlatRadixIndex()
+    settings = msgspec.structs.replace(FAST, audit_seconds=0.02)
+
+    async def give_inventory(_: bytes) -> bytes:
+        await publish(bus, a_batch(inventory(1, 2, as_of=1), *digests(1, 2), seq=2))
+        return b""
+
+    async with IndexService(bus, IndexState(index), settings=settings) as service:
+        await bus.serve(inventory_subject(W1), give_inventory)
+        await publish(bus, a_batch(up(), stored(1, 2)))
+        await eventually(is_exact(service))
+        index._cells[np.flatnonzero(index._cells[:, kernel.ROW])[0], kernel.LOW] ^= np.uint32(4)
+        await eventually(lambda: service.state.stats().audit_failures == 1)
+        await eventually(is_exact(service))
+        assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [2]

@@ -32,9 +32,9 @@ PENDING_MESSAGES, PENDING_BYTES = 1 << 19, 128 << 20
 #: the broker sweeps a consumer that nobody listens to after this
 SWEEP_SECONDS = 5.0
 RETRY_SECONDS = 0.2
-#: a cluster without a leader never answers a request, also not later: ask again soon, and be more
-#: patient each time up to EXCHANGE_SECONDS, for a slow broker
-FIRST_PATIENCE_SECONDS = 1.0
+#: a cluster without a leader never answers what it was asked: ask again soon, and wait longer each
+#: time, up to EXCHANGE_SECONDS, for a broker that is slow
+FIRST_PATIENCE_SECONDS, MORE_PATIENCE = 1.0, 1.2
 
 #: decides where the next consumer starts; runs before each is made
 Plan = Callable[[JetStreamManager], Awaitable[ConsumerConfig]]
@@ -116,7 +116,7 @@ class PushConsumer:
                     return
                 level = logging.WARNING if patience == FIRST_PATIENCE_SECONDS else logging.DEBUG
                 _logger.log(level, "%s; trying again", error)
-                patience = min(1.5 * patience, EXCHANGE_SECONDS)
+                patience = min(MORE_PATIENCE * patience, EXCHANGE_SECONDS)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             patience = FIRST_PATIENCE_SECONDS

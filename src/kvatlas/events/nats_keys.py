@@ -10,7 +10,7 @@ live on updates and does not tell an expiry from a deletion:
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from math import ceil
@@ -31,7 +31,7 @@ from nats.js.errors import BadRequestError, NotFoundError
 from nats.js.manager import JetStreamManager
 
 from kvatlas.events.bus import Entry, KeyChange
-from kvatlas.events.nats_connection import NatsConnection
+from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
 from kvatlas.events.nats_consumer import PushConsumer
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, WRONG_LAST_SEQUENCE, may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
@@ -46,6 +46,9 @@ from kvatlas.schemas.errors import (
 
 #: how long the broker keeps the mark of an end; a watcher that is away longer compares instead
 MARKER_SECONDS = 60.0
+#: a cluster elects a leader in 4 to 10 s and answers nothing that it was asked before: ask again
+#: soon and for so long, which is what a lease has left when it has to be renewed
+TRY_SECONDS, RETRY_SECONDS, LEADER_SECONDS = 1.0, 0.2, 10.0
 
 OnChange = Callable[[KeyChange], None]
 
@@ -120,7 +123,14 @@ class NatsKeyValue:
             except NotFoundError:
                 return None  # no such key, or no bucket yet
 
-        return await self._connection.call(f"get {key}", read)
+        patience = _Patience(self._connection)
+        while True:
+            try:
+                return await self._connection.call(f"get {key}", read, patience.seconds)
+            except BusUnavailable:
+                if patience.is_over:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _write(
         self, key: str, value: bytes, headers: dict[str, str], revision: int | None = None
@@ -132,11 +142,7 @@ class NatsKeyValue:
         async def write(client: Client) -> PublishAck:
             return decode_ack((await client.request(subject, value, 60.0, headers=headers)).data)
 
-        try:
-            ack = await self._connection.call(f"write {key}", write)
-        except NoResponder:
-            await self._create_bucket()
-            ack = await self._connection.call(f"write {key}", write)
+        ack = await self._stored(f"write {key}", write)
         if ack.error is None:
             return ack.seq
         if ack.error.err_code in WRONG_LAST_SEQUENCE:
@@ -144,7 +150,31 @@ class NatsKeyValue:
         text = f"{self._stream_name} refuses {key}: {ack.error.description}"
         raise BusUnavailable(text) if may_be_retried(ack.error.code) else StreamRefused(text)
 
-    async def _create_bucket(self) -> None:
+    async def _stored(
+        self, what: str, write: Callable[[Client], Awaitable[PublishAck]]
+    ) -> PublishAck:
+        """Write once the bucket is there and, in a cluster, has a leader.
+
+        What nobody took is tried again. What was not answered is not: it may have happened.
+        """
+        patience, has_bucket = _Patience(self._connection), False
+        while True:
+            try:
+                return await self._connection.call(what, write)
+            except NoResponder:
+                if patience.is_over:
+                    raise
+            try:
+                if not has_bucket:
+                    await self._create_bucket(patience.seconds)
+                    has_bucket = True
+                    continue
+            except BusUnavailable:
+                if patience.is_over:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _create_bucket(self, patience_seconds: float = EXCHANGE_SECONDS) -> None:
         config = StreamConfig(
             name=self._stream_name,
             subjects=[f"{self._prefix}>"],
@@ -166,12 +196,31 @@ class NatsKeyValue:
                 if error.err_code != STREAM_NAME_IN_USE:
                     raise
 
-        await self._connection.call(f"create {self._stream_name}", create)
+        await self._connection.call(f"create {self._stream_name}", create, patience_seconds)
 
     def _subject(self, key: str) -> str:
         if not all(key.split(".")) or any(c in " \t\r\n*>" for c in key):
             raise InvalidSubject(key)
         return self._prefix + key
+
+
+class _Patience:
+    """How long an exchange is tried again, and how long each try may take."""
+
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+        self._clock = asyncio.get_running_loop().time
+        self._ends_at = self._clock() + LEADER_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """For one try; where there is no connection it is that which is waited for."""
+        return EXCHANGE_SECONDS if self._connection.client is None else TRY_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another try is of no use."""
+        return self._connection.client is None or self._clock() >= self._ends_at
 
 
 class KeyWatch(PushConsumer):

@@ -1,7 +1,7 @@
 """The fast index: owns the arrays that the kernels walk, and alone knows how they grow."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, repeat
 from typing import NamedTuple, NoReturn
@@ -231,6 +231,31 @@ class FlatRadixIndex:
     def digest(self, instance: int, tier: Tier) -> TierDigest:
         self._check_instance(instance)
         return TierDigest(*self._digests[instance, tier].tolist())
+
+    def audit(self) -> list[tuple[int, Tier]]:
+        found, num_blocks = np.zeros_like(self._digests), np.zeros(len(self._rows), np.uint64)
+        kernel.audit(*self._read_arrays, num_blocks, found)
+        live = sorted(self._live)
+        differs = (found[live] != self._digests[live]).any(axis=2)
+        return [(live[at], Tier(int(tier))) for at, tier in np.argwhere(differs).tolist()]
+
+    def mend(self, slots: Iterable[tuple[int, Tier]]) -> None:
+        num_segments = int(self._state[kernel.NUM_SEGMENTS])
+        cells = self._cells[: num_segments * self._segment_cells]
+        rows = cells[:, kernel.ROW]
+        # a cell of a row that does not exist, or that stands for nobody, is none
+        is_void = rows >= int(self._state[kernel.NUM_ROWS])
+        is_void |= self._rows[np.where(is_void, 0, rows), kernel.LENGTH] == 0
+        cells[is_void] = 0
+        self._rows[:, kernel.BLOCKS] = np.bincount(rows, minlength=len(self._rows))
+        self._rows[0, kernel.BLOCKS] = 0
+        held = (rows != 0).reshape(num_segments, self._segment_cells).sum(axis=1)
+        self._segments[:num_segments, kernel.HELD] = held
+        self._state[kernel.NUM_BLOCKS] = held.sum()
+        for instance, tier in slots:
+            while not self._take_out(instance, 1 << tier):
+                self._sweep(is_bounded=False)
+            self._digests[instance, tier] = 0
 
     def num_blocks(self) -> int:
         num_blocks = int(self._state[kernel.NUM_BLOCKS])

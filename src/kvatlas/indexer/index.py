@@ -1,6 +1,6 @@
 """The port: what an index of held blocks promises, and what it answers with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -100,6 +100,18 @@ class PrefixIndex(Protocol):
 
     def digest(self, instance: int, tier: Tier) -> TierDigest:
         """Return the digest of what a slot holds. O(1)."""
+        ...
+
+    def audit(self) -> list[tuple[int, Tier]]:
+        """Return the slots whose digest is not that of the blocks that they hold: memory is broken.
+
+        O(index). Changes nothing, and questions may be asked meanwhile by other threads; events
+        may not come in.
+        """
+        ...
+
+    def mend(self, slots: Iterable[tuple[int, Tier]]) -> None:
+        """Empty slots that an audit has returned, and count anew what counts are kept. O(index)."""
         ...
 
     def num_blocks(self) -> int:

@@ -36,6 +36,8 @@ class Damage(StrEnum):
     index_full = "index_full"
     #: whoever speaks for it has missed something of the engine for good
     doubted = "doubted"
+    #: the memory of this reader's index had changed by itself
+    broken_memory = "broken_memory"
     #: it said more than its budget: for a while nothing that it said had an effect
     throttled = "throttled"
     #: others found its KV wrong: it serves, but nothing of it counts as a match
@@ -90,7 +92,7 @@ class Instance(Struct):
     damages: dict[Damage, str] = msgspec.field(default_factory=dict)
     #: tiers replaced by a complete inventory since they were last in doubt
     inventoried: set[Tier] = msgspec.field(default_factory=set)
-    #: tiers in doubt that no digest of the instance has equalled since; means nothing without damage
+    #: tiers in doubt that no digest of the instance has equalled since; void without damage
     unsettled: set[Tier] = msgspec.field(default_factory=set)
     open_inventories: dict[Tier, OpenInventory] = msgspec.field(default_factory=dict)
     #: per tier: the newest sequence that did change it, or may have

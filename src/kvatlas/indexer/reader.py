@@ -88,6 +88,8 @@ class IndexStats(Struct, frozen=True):
     #: times that an instance said more than its budget, and its batches without effect since
     throttles: int
     throttled_batches: int
+    #: tiers that broken memory had changed
+    audit_failures: int
     index_full: int
     rejected: tuple[RejectedCount, ...]
 

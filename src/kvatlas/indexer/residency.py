@@ -132,6 +132,16 @@ class Residency:
         if instance.open_inventories.pop(tier, None) is not None:
             self.num_dropped_inventories += 1
 
+    def audit(self) -> list[tuple[InstanceId, Tier]]:
+        """Return tiers whose blocks are not those that were folded in; see PrefixIndex.audit."""
+        named = self._named.by_number
+        return [(named[number].id, tier) for number, tier in self._index.audit()]
+
+    def mend(self, slots: Iterable[tuple[Instance, Tier]]) -> None:
+        """Empty tiers that an audit has returned."""
+        found = [(each.number, tier) for each, tier in slots if each.number is not None]
+        self._index.mend(found)
+
     # --- answers ------------------------------------------------------------------------------
 
     def digest(self, instance: Instance, tier: Tier) -> TierDigest:

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, Self
 
 from msgspec import Struct
@@ -41,6 +42,7 @@ from kvatlas.indexer.snapshot_writing import (
 )
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import (
+    AuditFailed,
     BatchArrived,
     Effect,
     HoleSeen,
@@ -94,6 +96,8 @@ class ServiceSettings(Struct, frozen=True):
     #: hold is dropped
     max_vain_inventory_requests: int = 6
     budget: BudgetSettings = BudgetSettings()
+    #: how often the index is counted anew, to find memory that has changed by itself; 0 never
+    audit_seconds: float = 600.0
 
 
 class IndexService:
@@ -172,6 +176,9 @@ class IndexService:
         #: at most one for each epoch of an instance: the fold proposes an expiry once
         self._records: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self.num_control_records = 0
+        #: while an audit reads the index in another thread: what came meanwhile
+        self._held_back: list[Callable[[], None]] | None = None
+        self._audited_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
         try:
@@ -294,6 +301,9 @@ class IndexService:
     # --- the log ------------------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
+        if self._held_back is not None:
+            self._held_back.append(partial(self._on_message, message))
+            return
         stimulus = stimulus_of(message)
         self._handle(stimulus)
         if isinstance(stimulus, BatchArrived):
@@ -306,6 +316,9 @@ class IndexService:
             self._check_ready()
 
     def _on_hole(self, expected: int, got: int) -> None:
+        if self._held_back is not None:
+            self._held_back.append(partial(self._on_hole, expected, got))
+            return
         _logger.warning("the log goes on at %d, expected %d", got, expected)
         self._handle(HoleSeen(expected, got))
         # a log that was lost and begun anew ends earlier, and its end is our new target
@@ -353,6 +366,24 @@ class IndexService:
         for instance, epoch in self._budgets.due(self.state.throttled(), self._broker_ns()):
             self._propose(instance, epoch, "released")
 
+    async def _audit_if_due(self) -> None:
+        """Count the index anew in a thread; questions are answered meanwhile, messages wait."""
+        seconds = self._settings.audit_seconds
+        if not seconds or time.monotonic() - self._audited_at < seconds:
+            return
+        held_back: list[Callable[[], None]] = []
+        self._held_back = held_back
+        try:
+            broken = await asyncio.to_thread(self.state.audit)
+        finally:
+            self._held_back = None
+        self._audited_at = time.monotonic()
+        if broken:
+            _logger.error("the memory of the index has changed by itself: %s", broken[:8])
+            self._handle(AuditFailed(broken))
+        for come in held_back:
+            come()
+
     def _propose(self, instance: InstanceId, epoch: int, kind: str) -> None:
         self._handle(Proposed(instance, epoch, kind, time.time_ns(), self._name))
 
@@ -386,6 +417,7 @@ class IndexService:
             if self.is_ready:
                 self._expire_leases()
                 self._release_throttled()
+                await self._audit_if_due()
             self._pulse()
 
     def _pulse(self) -> None:

@@ -32,6 +32,7 @@ from kvatlas.indexer.reader import (
 from kvatlas.indexer.residency import Residency, ResidencyTables
 from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, bytes_of
 from kvatlas.indexer.stimuli import (
+    AuditFailed,
     BatchArrived,
     ControlArrived,
     Effect,
@@ -104,6 +105,7 @@ class _Counters(Struct):
     forgotten: int = 0
     throttles: int = 0
     throttled_batches: int = 0
+    audit_failures: int = 0
     index_full: int = 0
 
 
@@ -172,6 +174,8 @@ class IndexState:
                 self._take_expiry(stimulus, effects)
             case Proposed():
                 self._take_proposal(stimulus, effects)
+            case AuditFailed():
+                self._take_audit(stimulus, effects)
         return effects
 
     def _advance(self, stream_sequence: int) -> bool:
@@ -430,6 +434,20 @@ class IndexState:
             self._residency.exclude(instance)
         self._fleet_version += 1
 
+    def _take_audit(self, audit: AuditFailed, effects: list[Effect]) -> None:
+        """Empty the broken tiers and have them told again. Other replicas know nothing of it."""
+        known = self._instances
+        slots = [(known[name], tier) for name, tier in audit.slots if name in known]
+        self._residency.mend(slots)
+        for instance, tier in slots:
+            self._counters.audit_failures += 1
+            trust = instance.trust
+            instance.doubt_tier(tier, Damage.broken_memory, tier.name)
+            instance.wants_inventory = True
+            effects.append(RequestInventory(instance.id, instance.epoch))
+            if instance.trust is not trust:
+                self._report_trust(instance, effects)
+
     def _take_hole(self, hole: HoleSeen, effects: list[Effect]) -> None:
         """Doubt every instance until its next batch shows whether it lost something."""
         self._counters.stream_holes += 1
@@ -613,6 +631,13 @@ class IndexState:
             for each in self._instances.values()
             if each.wants_inventory
         ]
+
+    def audit(self) -> tuple[tuple[InstanceId, Tier], ...]:
+        """Return tiers that broken memory has changed. O(index), for a thread beside this one.
+
+        Questions may be asked meanwhile; stimuli may not come in.
+        """
+        return tuple(self._residency.audit())
 
     def throttled(self) -> list[tuple[InstanceId, int, int, int]]:
         """Return (instance, epoch, since when by the broker's clock, how often in this epoch)."""

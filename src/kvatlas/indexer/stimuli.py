@@ -81,7 +81,21 @@ class Proposed(Struct, frozen=True):
     seen_by: str = ""
 
 
-Stimulus = BatchArrived | ControlArrived | PayloadRejected | HoleSeen | LeaseExpired | Proposed
+class AuditFailed(Struct, frozen=True):
+    """What this replica's index holds for some tiers is not what was folded in: broken memory."""
+
+    slots: tuple[tuple[InstanceId, Tier], ...]
+
+
+Stimulus = (
+    BatchArrived
+    | ControlArrived
+    | PayloadRejected
+    | HoleSeen
+    | LeaseExpired
+    | Proposed
+    | AuditFailed
+)
 
 
 class PublishControl(Struct, frozen=True):

@@ -199,6 +199,7 @@ class StateCollector(Collector):
             ("kv_forgotten", "Instances forgotten for want of an inventory", stats.forgotten),
             ("kv_throttles", "Times an instance exceeded its budget", stats.throttles),
             ("kv_throttled_batches", "Batches without effect since", stats.throttled_batches),
+            ("kv_audit_failures", "Tiers that broken memory had changed", stats.audit_failures),
             ("kv_index_full", "Times that the index had no room", stats.index_full),
             ("kv_stream_holes", "Holes in the stream", stats.stream_holes),
         ):

@@ -60,20 +60,19 @@ class EngineProcess:
         return answer
 
     def family(self) -> list[psutil.Process]:
-        """Return the engine's process and all that it has started, itself last.
-
-        Its sidecar is no child of it, but names it.
-        """
-        engine = psutil.Process(self.pid)
-        sidecars = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if process.info["cmdline"]
-            and process.info["cmdline"][3:4] == [sidecar_apart.MODULE]
-            and process.info["cmdline"][-1] == str(self.pid)
-        ]
+        """Return the engine's process, its sidecar, and all that these have started."""
+        engine, sidecars = psutil.Process(self.pid), sidecars_of(self.pid)
         others = [child for one in sidecars for child in one.children(recursive=True)]
         return [*others, *sidecars, *engine.children(recursive=True), engine]
+
+
+def sidecars_of(pid: int) -> list[psutil.Process]:
+    """Return the sidecars of an engine, which are no children of it but name it."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if sidecar_apart.MODULE in (line := process.info["cmdline"] or []) and line[-1] == str(pid)
+    ]
 
 
 @asynccontextmanager

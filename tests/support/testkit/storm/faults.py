@@ -19,7 +19,7 @@ KINDS = (
     "pause_worker",
 )
 #: a worker that is paused for this long has lost its lease (see fleet.py) when it goes on
-OUTLIVES_LEASE_SECONDS = 6.0
+OUTLIVES_LEASE_SECONDS = 8.0
 
 
 class Fault(Struct, frozen=True):

@@ -31,11 +31,11 @@ START_SECONDS = 120.0
 WAITED_SECONDS, RECOVERY_SECONDS = 20.0, 90.0
 SETTLE_SECONDS = 90.0
 #: workers renew within a third of it; `OUTLIVES_LEASE_SECONDS` is more
-LEASE_TTL_SECONDS = 4.0
+LEASE_TTL_SECONDS = 6.0
 DIGEST_SECONDS = 1.0
 #: so often that restarts come upon all kinds of snapshots
 SNAPSHOTS = ("--set", "indexer.snapshot_seconds=4", "--set", "indexer.snapshot_messages=100")
-INDEXERS = ("indexer-a", "indexer-b")
+INDEXERS: tuple[str, ...] = ("indexer-a", "indexer-b")
 
 
 class StormOptions(Struct, frozen=True):

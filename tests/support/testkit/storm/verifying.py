@@ -16,6 +16,7 @@ from kvatlas.events.codec import decode, decode_control
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.replay import Moment, replay
+from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.kv_events import WorkerDown
 from testkit.storm.chains import Chains
 from testkit.storm.truth import Truth
@@ -66,7 +67,10 @@ class Verdict(Struct):
     unanswered: int = 0
     statuses: dict[str, int] = {}
     messages: int = 0
+    #: refused by the storm itself, or in a process when that was killed
     batches_lost_unacked: int = 0
+    #: looks at workers that were not exact: without any, doubt itself was not tried
+    doubted: int = 0
     not_converged: int = 0
     converge_seconds: list[float] = []
     converge_by_kind: dict[str, list[float]] = {}
@@ -102,6 +106,7 @@ def judge(
     verdict.statuses = {str(status): n for status, n in sorted(asker.statuses.items())}
     verdict.messages, verdict.own_exits = len(ended.log), ended.own_exits
     verdict.is_settled = ended.is_settled
+    verdict.doubted = sum(seen.trust is Trust.degraded for each in looks for seen in each.workers)
     _judge_recoveries(verdict, recoveries)
     log = Log(ended.log)
     _judge_acked(verdict, ended, log)
@@ -127,7 +132,8 @@ class Log:
     def _take(self, message: Message) -> None:
         if message.subject.startswith("kv.control."):
             record = decode_control(message.payload)
-            self.ended_at.setdefault((record.worker, record.epoch), message.stream_sequence)
+            if record.kind == "expired":
+                self.ended_at.setdefault((record.worker, record.epoch), message.stream_sequence)
             return
         batch = decode(message.payload).batch
         self.batches.add((batch.worker, batch.epoch, batch.seq))

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 
 from msgspec import Struct
 
@@ -32,6 +33,8 @@ from testkit.storm.engine import StormEngine
 from testkit.storm.truth import TruthWriter
 
 ACK_POLL_SECONDS = 0.05
+#: part of the batches that are refused, as a broker would: gaps that have to be told and healed
+REFUSED_PART = 0.0005
 
 
 class WorkerOptions(Struct, frozen=True):
@@ -87,6 +90,7 @@ class WitnessedPublisher:
 
     def __init__(self, publisher: Publisher, truth: TruthWriter, witness: "Witness") -> None:
         self._publisher, self._truth, self._witness = publisher, truth, witness
+        self._random = Random()
         #: (epoch, seq) accepted and not known to be stored
         self._accepted: list[tuple[int, int]] = []
         #: what our own `flush` was told in place of the sidecar
@@ -106,6 +110,8 @@ class WitnessedPublisher:
             raise refused
         batch = decode(payload).batch
         self._truth.sent(batch.epoch, batch.seq, self._witness.op_of(batch.seq))
+        if self._random.random() < REFUSED_PART:
+            raise StreamRefused(f"batch {batch.seq} meets the storm")
         await self._publisher.publish(subject, payload)
         self._accepted.append((batch.epoch, batch.seq))
 
@@ -196,7 +202,7 @@ def _sidecar(
         return made[-1]
 
     # the sidecar makes its own outbox; there is no other place to stand between the two
-    vars(sidecar_service)["Outbox"] = outbox
+    sidecar_service.__dict__["Outbox"] = outbox
     sidecar_options = SidecarOptions(
         nats_url=options.nats_url,
         worker=options.name,
