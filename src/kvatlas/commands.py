@@ -273,6 +273,8 @@ def worker(
         digest_seconds=settings.sidecar.digest_seconds,
         pull_deadline_seconds=settings.sidecar.pull_deadline_seconds,
         max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+        coalesce_seconds=settings.sidecar.coalesce_seconds,
+        coalesce_bytes=settings.sidecar.coalesce_bytes,
     )
     _run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
 
@@ -390,6 +392,8 @@ def sidecar(
         lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
         digest_seconds=settings.sidecar.digest_seconds,
         max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+        coalesce_seconds=settings.sidecar.coalesce_seconds,
+        coalesce_bytes=settings.sidecar.coalesce_bytes,
     )
     if _run(run_sidecar(options)) == FENCED:
         raise typer.Exit(FENCED_STATUS)

@@ -59,6 +59,8 @@ class WorkerOptions(Struct, frozen=True):
     digest_seconds: float = 2.0
     pull_deadline_seconds: float = 2.0
     max_outbox_bytes: int = 64 * 1024 * 1024
+    coalesce_seconds: float = 0.002
+    coalesce_bytes: int = 64 * 1024
     #: the worker stops when this process ends; 0 watches none
     parent_pid: int = 0
 
@@ -178,6 +180,8 @@ def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> Sid
         lease_ttl_seconds=options.lease_ttl_seconds,
         digest_seconds=options.digest_seconds,
         max_outbox_bytes=options.max_outbox_bytes,
+        coalesce_seconds=options.coalesce_seconds,
+        coalesce_bytes=options.coalesce_bytes,
     )
 
 

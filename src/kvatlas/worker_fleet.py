@@ -81,6 +81,8 @@ def _arguments(
         "sidecar.digest_seconds": sidecar.digest_seconds,
         "sidecar.pull_deadline_seconds": sidecar.pull_deadline_seconds,
         "sidecar.max_outbox_bytes": sidecar.max_outbox_bytes,
+        "sidecar.coalesce_seconds": sidecar.coalesce_seconds,
+        "sidecar.coalesce_bytes": sidecar.coalesce_bytes,
     }
     given = [(flag, str(value)) for flag, value in options.items() if value is not None]
     given += [("--set", f"{key}={value}") for key, value in sets.items()]

@@ -3,7 +3,7 @@
 import random
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.indexer import FlatRadixIndex, kernel
@@ -47,6 +47,7 @@ def is_true(state: IndexState, truth: dict[InstanceId, dict[Tier, list[int]]]) -
     return found == held and not state.audit()
 
 
+@settings(max_examples=400)
 @given(st.integers(0, 9), st.integers(0, 10**9), st.integers(0, 4), st.integers(0, 31))
 def test_a_bit_that_flips_is_found_and_healed(seed: int, cell: int, half: int, bit: int) -> None:
     state, index, truth = a_fleet(seed)

@@ -1,6 +1,7 @@
 """An archive that contradicts itself is told; one that does not is not."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -358,3 +359,19 @@ def test_the_command_ends_with_1_on_a_contradiction(
         assert run_command(["check", "--archive", url, "--json"]) == status
         last_line = capsys.readouterr().out.splitlines()[-1]
         assert json.loads(last_line)["ok"] is (status == 0)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_on_consistency_names_tests_that_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/consistency.md").read_text()
+    tests = re.findall(r"`([a-z]+/test_\w+\.py)?::(test_\w+)`", page)
+    assert len(tests) > 20
+    file = ""
+    for named, test in tests:
+        file = named or file
+        assert f"def {test}(" in (root / "tests" / file).read_text(), f"{file}::{test}"
+    for path in re.findall(r"`([a-z]+/\w+\.(?:py|txt))`", page):
+        assert (root / "tests" / path).is_file(), path

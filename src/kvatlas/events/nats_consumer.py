@@ -130,8 +130,9 @@ class PushConsumer:
         manager = client.jsm()
         config = await self._plan(manager)
         inbox = client.new_inbox()
+        before = (config.opt_start_seq or 1) - 1
         self._present = deliveries = _Deliveries(
-            client, self._deliver, self._on_idle, self._trouble.set
+            client, self._deliver, self._on_idle, self._trouble.set, before
         )
         self._subscription = await client.subscribe(
             inbox,
@@ -178,16 +179,16 @@ class PushConsumer:
                 if not present.was_heard:
                     _logger.warning("the consumer of %s is silent", self._stream_name)
                     return
-                if present.next_number == last_number and await self._is_on_a_node_behind():
+                if present.next_number == last_number and await self._is_behind(present):
                     text = "the consumer of %s is on %s, which is behind"
                     _logger.warning(text, self._stream_name, self._node)
                     return
 
-    async def _is_on_a_node_behind(self) -> bool:
-        """Say whether the present consumer's node has less than its stream.
+    async def _is_behind(self, present: "_Deliveries") -> bool:
+        """Say whether the consumer's node of a cluster has less than its stream.
 
-        A node that comes back to its cluster may need minutes to catch up, and all the while its
-        consumers say that there is nothing to send.
+        A node that is back in its cluster may need minutes to catch up, one with a full disk never
+        does, and all the while its consumers say that there is nothing to send.
         """
         if self._node is None:
             return False
@@ -198,6 +199,8 @@ class PushConsumer:
             )
         except (BusUnavailable, StreamRefused):
             return False  # no leader: nobody has more than anybody else
+        if present.last_sequence >= info.state.last_seq:
+            return False
         replicas = (info.cluster and info.cluster.replicas) or ()
         return any(replica.name == self._node and not replica.current for replica in replicas)
 
@@ -219,11 +222,14 @@ class _Deliveries:
         deliver: Deliver,
         on_idle: Callable[[], None],
         on_end: Callable[[], None],
+        last_sequence: int,
     ) -> None:
         self._client, self._deliver = client, deliver
         self._on_idle, self._on_end = on_idle, on_end
         #: of the next message, counted by the consumer
         self.next_number = 1
+        #: of the stream, of the newest message delivered
+        self.last_sequence = last_sequence
         self.is_over = False
         self.was_heard = False
         #: the subscription once it has dropped something: what waits in it is still whole
@@ -239,7 +245,7 @@ class _Deliveries:
         if number != self.next_number:
             self._end()
             return
-        self.next_number = number + 1
+        self.next_number, self.last_sequence = number + 1, stream_sequence
         self.was_heard = True
         self._deliver(message, stream_sequence, broker_ns, num_pending)
         if self._dropping is not None and not self._dropping.pending_msgs:

@@ -5,6 +5,7 @@ The index asks for arrays by name and tells when one has been replaced. What rea
 """
 
 import mmap
+import sys
 from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -14,6 +15,11 @@ from numpy.typing import NDArray
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64)
+
+
+#: Python names it from 3.13 on only. Without it a kernel that does not overcommit counts the whole
+#: reservation, and a fork fails
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class Layout(NamedTuple):
@@ -61,7 +67,7 @@ class PrivateArrays:
     """Arrays in the memory of this process; the system gives it where they are written to."""
 
     def reserve(self, name: str, num_lines: int, num_columns: int) -> U32:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         region = mmap.mmap(-1, 4 * num_lines * num_columns, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, repeat
 from typing import NamedTuple, NoReturn
 
@@ -12,11 +11,12 @@ from numpy.typing import NDArray
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import Arrays, Layout, PrivateArrays, ReadArrays
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
-from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room
 from kvatlas.indexer.snapshot_flat import (
     NUM_SET_COLUMNS,
     FlatCopy,
     FlatNumbers,
+    copied,
     fill_cells,
     read_flat,
 )
@@ -149,43 +149,47 @@ class FlatRadixIndex:
     # --- events -----------------------------------------------------------------------------
 
     def store(self, instance: int, tier: Tier, parent: bytes, hashes: bytes) -> int:
-        check_hash(parent)
-        check_packed(hashes)
-        packed = np.frombuffer(parent + hashes, _U64)
-        return self._store(instance, tier, packed, _whole(len(packed) // 2))
+        if len(parent) != BLOCK_HASH_BYTES or len(hashes) % BLOCK_HASH_BYTES:
+            check_hash(parent)
+            check_packed(hashes)
+        if instance not in self._live:
+            raise UnknownInstance(instance)
+        slot = instance, _TIER_NUMBERS[tier]
+        num_new, position = kernel.store(parent, hashes, 0, *slot, self._handle)
+        while position * BLOCK_HASH_BYTES < len(hashes):
+            self._make_room()
+            more, position = kernel.store(parent, hashes, position, *slot, self._handle)
+            num_new += more
+        return int(num_new)
 
     def store_runs(self, instance: int, tier: Tier, runs: Sequence[tuple[bytes, bytes]]) -> int:
         for parent, hashes in runs:
             check_hash(parent)
             check_packed(hashes)
-        packed = np.frombuffer(b"".join(map(b"".join, runs)), _U64)
-        lengths = [1 + len(hashes) // BLOCK_HASH_BYTES for _, hashes in runs]
-        return self._store(
-            instance, tier, packed, _read_only(np.array([*accumulate(lengths)], _U64))
-        )
-
-    def _store(
-        self, instance: int, tier: Tier, packed: NDArray[np.uint64], ends: NDArray[np.uint64]
-    ) -> int:
         if instance not in self._live:
             raise UnknownInstance(instance)
-        number = _TIER_NUMBERS[tier]
-        num_new, position = kernel.store(packed, ends, 1, instance, number, *self._arrays)
-        while 2 * position < len(packed):
+        packed = b"".join(map(b"".join, runs))
+        lengths = [1 + len(hashes) // BLOCK_HASH_BYTES for _, hashes in runs]
+        ends = np.array([*accumulate(lengths)], _U64)
+        ends.flags.writeable = False  # as kernels want their input
+        slot = instance, _TIER_NUMBERS[tier]
+        num_new, position = kernel.store_runs(packed, ends, 0, *slot, self._handle)
+        while position * BLOCK_HASH_BYTES < len(packed):
             self._make_room()
-            more, position = kernel.store(packed, ends, position, instance, number, *self._arrays)
+            more, position = kernel.store_runs(packed, ends, position, *slot, self._handle)
             num_new += more
         return int(num_new)
 
     def remove(self, instance: int, tier: Tier, hashes: bytes) -> int:
-        check_packed(hashes)
+        if len(hashes) % BLOCK_HASH_BYTES:
+            check_packed(hashes)
         if instance not in self._live:
             raise UnknownInstance(instance)
-        packed, number = np.frombuffer(hashes, _U64), _TIER_NUMBERS[tier]
-        num_held, position = kernel.remove(packed, 0, instance, number, *self._arrays)
-        while 2 * position < len(packed):
+        slot = instance, _TIER_NUMBERS[tier]
+        num_held, position = kernel.remove(hashes, 0, *slot, self._handle)
+        while position * BLOCK_HASH_BYTES < len(hashes):
             self._sweep(is_bounded=False)
-            more, position = kernel.remove(packed, position, instance, number, *self._arrays)
+            more, position = kernel.remove(hashes, position, *slot, self._handle)
             num_held += more
         return int(num_held)
 
@@ -220,7 +224,7 @@ class FlatRadixIndex:
 
     def _match(self, chain: bytes) -> NDArray[np.uint32]:
         check_packed(chain)
-        return kernel.match(np.frombuffer(chain, _U64), *self._read_arrays)
+        return kernel.match(chain, self._handle)
 
     def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:
         check_hash(block_hash)
@@ -241,17 +245,13 @@ class FlatRadixIndex:
 
     def mend(self, slots: Iterable[tuple[int, Tier]]) -> None:
         num_segments = int(self._state[kernel.NUM_SEGMENTS])
-        cells = self._cells[: num_segments * self._segment_cells]
-        rows = cells[:, kernel.ROW]
-        # a cell of a row that does not exist, or that stands for nobody, is none
-        is_void = rows >= int(self._state[kernel.NUM_ROWS])
-        is_void |= self._rows[np.where(is_void, 0, rows), kernel.LENGTH] == 0
-        cells[is_void] = 0
-        self._rows[:, kernel.BLOCKS] = np.bincount(rows, minlength=len(self._rows))
-        self._rows[0, kernel.BLOCKS] = 0
+        rows = self._cells[: num_segments * self._segment_cells, kernel.ROW]
         held = (rows != 0).reshape(num_segments, self._segment_cells).sum(axis=1)
         self._segments[:num_segments, kernel.HELD] = held
         self._state[kernel.NUM_BLOCKS] = held.sum()
+        kernel.free_void(self._cells, self._segments, self._rows, self._state)
+        self._rows[:, kernel.BLOCKS] = np.bincount(rows, minlength=len(self._rows))
+        self._rows[0, kernel.BLOCKS] = 0
         for instance, tier in slots:
             while not self._take_out(instance, 1 << tier):
                 self._sweep(is_bounded=False)
@@ -387,7 +387,8 @@ class FlatRadixIndex:
         self._sets = self._rows, self._words
         self._limit_segments()
         table = self._cells, self._directory
-        self._arrays = (*table, self._segments, *self._sets, self._digests, self._state)
+        others = self._masks, self._digests, self._state
+        self._handle = kernel.handle_of(*table, self._segments, *self._sets, *others)
         self._read_arrays = (*table, *self._sets, self._masks, self._state)
         layout = kernel.MULTIPLIER, kernel.DIRECTORY_SHIFT, kernel.SEGMENT_BITS
         self._home.bind(
@@ -415,7 +416,7 @@ class FlatRadixIndex:
 
     # --- snapshots --------------------------------------------------------------------------
 
-    def export(self) -> Export:
+    def export(self, room: Room | None = None) -> Export:
         num_segments, num_rows = self._state[[kernel.NUM_SEGMENTS, kernel.NUM_ROWS]].tolist()
         numbers = FlatNumbers(
             self._num_numbers, sorted(self._live), sorted(self._forgotten), list(self._free)
@@ -429,7 +430,7 @@ class FlatRadixIndex:
             segments=self._segments[:num_segments].copy(),
             rows=self._rows[:num_rows, :NUM_SET_COLUMNS].copy(),
             words=self._words[: int(self._state[kernel.NUM_WORDS])].copy(),
-            cells=self._cells[: num_segments * self._segment_cells].copy(),
+            cells=copied(self._cells[: num_segments * self._segment_cells], room),
         )
         return copy.parts
 
@@ -472,18 +473,6 @@ def _checked(name: str, value: int, least: int) -> int:
     if value < least or value & (value - 1):
         raise ValueError(f"{name} is {value}, expected a power of two, {least} or more")
     return value
-
-
-@lru_cache(maxsize=1024)
-def _whole(num_hashes: int) -> NDArray[np.uint64]:
-    """Return the ends of one run."""
-    return _read_only(np.array([num_hashes], _U64))
-
-
-def _read_only(array: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the array as the kernels want their input."""
-    array.flags.writeable = False
-    return array
 
 
 def _power_of_two(at_least: int) -> int:

@@ -36,6 +36,7 @@ call none outside this file, because numba's cache notices a change of the file 
 one that this calls into. numba is imported nowhere else; other kernels use `compiled`.
 """
 
+import ctypes
 import sys
 import threading
 import time
@@ -44,7 +45,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import numba
 import numpy as np
-from numba.core import config
+from numba.core import config, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 U32 = NDArray[np.uint32]
@@ -113,8 +115,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _declared: list[tuple[Any, str]] = []
 _warming = threading.Lock()
 
-# The types of the arrays in signatures: packed hashes come as read-only views of bytes.
+# The types of the arrays in signatures; what is packed comes as bytes, or as read-only views.
+BYTES = "Bytes(uint8, 1, 'C', readonly=True)"
 PACKED = "Array(uint64, 1, 'C', readonly=True)"
+HANDLE = "uint64[::1]"
 TABLE = "uint32[:, ::1], uint32[::1], uint32[:, ::1]"
 SETS = "uint64[:, ::1], uint64[::1]"
 DIGESTS = "uint64[:, :, ::1]"
@@ -155,6 +159,103 @@ def warm() -> float:
             dispatcher.disable_compile()
             _declared.pop()
     return time.perf_counter() - started
+
+
+# --- handles: all arrays as one, because each array that Python passes costs 0.2 us ----------
+
+#: what a handle names, in this order: an address and the length of the first dimension each
+HANDLED = ("cells", "directory", "segments", "rows", "words", "masks", "digests", "state")
+
+
+def handle_of(*arrays: NDArray[Any]) -> U64:
+    """Return the handle of the arrays in HANDLED; whoever has it keeps them alive."""
+    places = [number for array in arrays for number in (array.ctypes.data, len(array))]
+    return np.array(places, np.uint64)
+
+
+def _pointer_to(kind: Any) -> Callable[..., Any]:
+    pointer: Any = types.CPointer(kind)  # type: ignore[no-untyped-call]
+
+    def pointer_to(typing_context: Any, address: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+        return pointer(types.uint64), emit
+
+    return pointer_to
+
+
+def _content_of(typing_context: Any, content: Any) -> Any:
+    pointer: Any = types.CPointer(types.uint64)  # type: ignore[no-untyped-call]
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, value=arguments[0])
+        return builder.bitcast(made.data, context.get_value_type(pointer))
+
+    return pointer(content), emit
+
+
+pointer_32: Any
+pointer_64: Any
+array_at: Any
+if IS_COMPILED:
+    pointer_32, pointer_64 = (intrinsic(_pointer_to(kind)) for kind in (types.uint32, types.uint64))
+    content_of: Any = intrinsic(_content_of)
+    array_at = numba.carray  # type: ignore[attr-defined]
+
+    @compiled()
+    def words_in(content: bytes) -> U64:
+        """Return packed hashes as words."""
+        words: U64 = array_at(content_of(content), len(content) // 8)
+        return words
+else:
+
+    def _caster(kind: Any) -> Callable[[Number], Any]:
+        return lambda address: ctypes.cast(int(address), ctypes.POINTER(kind))
+
+    def _array_at(pointer: Any, shape: Any) -> NDArray[Any]:
+        return np.ctypeslib.as_array(pointer, tuple(map(int, np.atleast_1d(shape))))
+
+    pointer_32, pointer_64 = _caster(ctypes.c_uint32), _caster(ctypes.c_uint64)
+    array_at = _array_at
+
+    def words_in(content: bytes) -> U64:
+        """Return packed hashes as words."""
+        return np.frombuffer(content, np.uint64)
+
+
+@compiled()
+def table_of(handle: U64) -> tuple[U32, U32, U32]:
+    """Return cells, directory and segments."""
+    return (
+        array_at(pointer_32(handle[0]), (handle[1], np.uint64(NUM_HALVES))),
+        array_at(pointer_32(handle[2]), handle[3]),
+        array_at(pointer_32(handle[4]), (handle[5], TWO)),
+    )
+
+
+@compiled()
+def sets_of(handle: U64) -> tuple[U64, U64, U64]:
+    """Return rows, words and live masks."""
+    return (
+        array_at(pointer_64(handle[6]), (handle[7], np.uint64(NUM_COLUMNS))),
+        array_at(pointer_64(handle[8]), handle[9]),
+        array_at(pointer_64(handle[10]), handle[11]),
+    )
+
+
+@compiled()
+def digests_of(handle: U64) -> U64:
+    """Return the digests."""
+    digests: U64 = array_at(pointer_64(handle[12]), (handle[13], np.uint64(NUM_TIERS), TWO))
+    return digests
+
+
+@compiled()
+def state_of(handle: U64) -> U64:
+    """Return the state."""
+    state: U64 = array_at(pointer_64(handle[14]), handle[15])
+    return state
 
 
 # --- arithmetic ---------------------------------------------------------------------------
@@ -485,92 +586,98 @@ def collect(rows: U64, words: U64, new_words: U64, state: U64) -> None:
 # --- what events do -----------------------------------------------------------------------
 
 
-@compiled(
-    f"UniTuple(uint64, 2)({PACKED}, {PACKED}, uint64, uint64, uint64, {TABLE}, {SETS},"
-    f" {DIGESTS}, {STATE})"
-)
+@compiled(f"UniTuple(uint64, 2)({BYTES}, {BYTES}, uint64, uint64, uint64, {HANDLE})")
 def store(
-    packed: U64,
-    ends: U64,
-    position: Number,
-    instance: Number,
-    tier: Number,
-    cells: U32,
-    directory: U32,
-    segments: U32,
-    rows: U64,
-    words: U64,
-    digests: U64,
-    state: U64,
+    parent: bytes, hashes: bytes, position: Number, instance: Number, tier: Number, handle: U64
 ) -> tuple[Number, Number]:
-    """Store runs of hashes from a position on; the hash before each is its parent.
+    """Store a run of hashes from a position on; the hash before each is its parent.
 
-    A run ends where `ends` says, and begins behind the end of the one before with a parent that is
-    not stored itself. Returns how many were new to the slot, and where it stopped: at the end, or
-    at the first hash for which there was no room, LACKING says of what.
+    Returns how many were new to the slot, and where it stopped: at the end, or at the first hash
+    for which there was no room, LACKING says of what.
     """
-    layout = layout_of(state)
-    limit = (ONE << layout[2]) - (ONE << (layout[2] - TWO))
-    num_new, xor, begin = ZERO, ZERO, ZERO
-    seen = after = FULL
-    is_full = False
+    packed = words_in(hashes)
+    before = key_at(packed, position - ONE) if position != ZERO else key_at(words_in(parent), ZERO)
+    num_hashes = np.uint64(packed.size // 2)
+    return store_span(packed, position, num_hashes, before, instance, tier, handle)
+
+
+@compiled(f"UniTuple(uint64, 2)({BYTES}, {PACKED}, uint64, uint64, uint64, {HANDLE})")
+def store_runs(
+    runs: bytes, ends: U64, position: Number, instance: Number, tier: Number, handle: U64
+) -> tuple[Number, Number]:
+    """Do `store` for several runs, each packed behind its parent; a run ends where `ends` says."""
+    packed = words_in(runs)
+    num_new, begin = ZERO, ZERO
     for run in range(ends.size):
         end = ends[run]
         position = max(position, begin + ONE)
         begin = end
         before = key_at(packed, position - ONE)
-        while position < end:
-            key = key_at(packed, position)
-            cell = find(cells, directory, layout, key)
-            row = np.uint64(cells[cell, ROW])
-            if row == ZERO and np.uint64(segments[cell >> layout[2], HELD]) >= limit:
-                if split(cells, directory, segments, state, key):
-                    continue
-                is_full = True
-                break
-            if row != seen:
-                after = stepped(rows, words, state, row, instance, tier, ONE)
-                if after == FULL:
-                    is_full = True
-                    break
-                seen = row
-            if after != row:
-                if row == ZERO:
-                    fill_cell(cells, cell, key, after, before)
-                    segments[cell >> layout[2], HELD] += np.uint32(1)
-                    state[NUM_BLOCKS] += ONE
-                else:
-                    rows[row, BLOCKS] -= ONE
-                    cells[cell, ROW] = np.uint32(after)
-                rows[after, BLOCKS] += ONE
-                num_new += ONE
-                xor ^= mix64(key)
-            before = key
-            position += ONE
-        if is_full:
+        more, position = store_span(packed, position, end, before, instance, tier, handle)
+        num_new += more
+        if position < end:
             break
+    return num_new, position
+
+
+@compiled()
+def store_span(
+    packed: U64,
+    position: Number,
+    end: Number,
+    before: Number,
+    instance: Number,
+    tier: Number,
+    handle: U64,
+) -> tuple[Number, Number]:
+    """Store the hashes from a position to an end; `before` is the key of the first one's parent."""
+    cells, directory, segments = table_of(handle)
+    rows, words, _ = sets_of(handle)
+    digests, state = digests_of(handle), state_of(handle)
+    layout = layout_of(state)
+    limit = (ONE << layout[2]) - (ONE << (layout[2] - TWO))
+    num_new, xor = ZERO, ZERO
+    seen = after = FULL
+    while position < end:
+        key = key_at(packed, position)
+        cell = find(cells, directory, layout, key)
+        row = np.uint64(cells[cell, ROW])
+        if row == ZERO and np.uint64(segments[cell >> layout[2], HELD]) >= limit:
+            if split(cells, directory, segments, state, key):
+                continue
+            break
+        if row != seen:
+            after = stepped(rows, words, state, row, instance, tier, ONE)
+            if after == FULL:
+                break
+            seen = row
+        if after != row:
+            if row == ZERO:
+                fill_cell(cells, cell, key, after, before)
+                segments[cell >> layout[2], HELD] += np.uint32(1)
+                state[NUM_BLOCKS] += ONE
+            else:
+                rows[row, BLOCKS] -= ONE
+                cells[cell, ROW] = np.uint32(after)
+            rows[after, BLOCKS] += ONE
+            num_new += ONE
+            xor ^= mix64(key)
+        before = key
+        position += ONE
     digests[instance, tier, COUNT] += num_new
     digests[instance, tier, XOR] ^= xor
     return num_new, position
 
 
-@compiled(
-    f"UniTuple(uint64, 2)({PACKED}, uint64, uint64, uint64, {TABLE}, {SETS}, {DIGESTS}, {STATE})"
-)
+@compiled(f"UniTuple(uint64, 2)({BYTES}, uint64, uint64, uint64, {HANDLE})")
 def remove(
-    packed: U64,
-    position: Number,
-    instance: Number,
-    tier: Number,
-    cells: U32,
-    directory: U32,
-    segments: U32,
-    rows: U64,
-    words: U64,
-    digests: U64,
-    state: U64,
+    hashes: bytes, position: Number, instance: Number, tier: Number, handle: U64
 ) -> tuple[Number, Number]:
     """Remove the hashes from a position on; returns how many were held, and where it stopped."""
+    cells, directory, segments = table_of(handle)
+    rows, words, _ = sets_of(handle)
+    digests, state = digests_of(handle), state_of(handle)
+    packed = words_in(hashes)
     num_hashes = np.uint64(packed.size // 2)
     layout = layout_of(state)
     num_held, xor = ZERO, ZERO
@@ -638,6 +745,17 @@ def clear(
     return True
 
 
+@compiled(f"void(uint32[:, ::1], uint32[:, ::1], uint64[:, ::1], {STATE})")
+def free_void(cells: U32, segments: U32, rows: U64, state: U64) -> None:
+    """Free cells that name a row which does not exist or stands for nobody: memory has broken."""
+    for cell in range(state[NUM_SEGMENTS] << state[SEGMENT_BITS]):
+        while cells[cell, ROW] != 0:
+            row = np.uint64(cells[cell, ROW])
+            if row < state[NUM_ROWS] and rows[row, LENGTH] != ZERO:
+                break
+            free_cell(cells, segments, state, cell)
+
+
 @compiled(f"void(uint32[:, ::1], uint32[:, ::1], {SETS}, uint64[::1], uint32[::1], {STATE})")
 def strip(
     cells: U32,
@@ -700,10 +818,8 @@ def span_of(rows: U64, words: U64, row: Number) -> tuple[Number, Number]:
     return start, start + min(rows[row, LENGTH], size - start)
 
 
-@compiled(f"uint32[:, ::1]({PACKED}, uint32[:, ::1], uint32[::1], {SETS}, uint64[::1], {STATE})")
-def match(
-    packed: U64, cells: U32, directory: U32, rows: U64, words: U64, live: U64, state: U64
-) -> U32:
+@compiled(f"uint32[:, ::1]({BYTES}, {HANDLE})")
+def match(chain: bytes, handle: U64) -> U32:
     """Return a column per instance that holds the first block, in order of instances.
 
     Line 0 is the instance, 1 its leading blocks, 2 to 6 these by best tier. An alive word keeps
@@ -714,7 +830,10 @@ def match(
     which the caller finds out; nothing is read from outside the arrays, because a row and the words
     and groups that it names are held to their arrays' bounds.
     """
-    num_hashes, layout = np.uint64(packed.size // 2), layout_of(state)
+    cells, directory, _ = table_of(handle)
+    rows, words, live = sets_of(handle)
+    packed = words_in(chain)
+    num_hashes, layout = np.uint64(packed.size // 2), layout_of(state_of(handle))
     row = ZERO
     if num_hashes != ZERO:
         row = np.uint64(cells[find(cells, directory, layout, key_at(packed, ZERO)), ROW])

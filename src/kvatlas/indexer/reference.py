@@ -7,7 +7,7 @@ from itertools import count
 import msgspec
 
 from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
-from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, bytes_of
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, bytes_of
 from kvatlas.indexer.tree import PlainRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
@@ -123,7 +123,7 @@ class ReferenceIndex:
                     slots.setdefault(key, set()).add((instance, tier))
         return radix_view(PlainRuns(self._parents(), slots), depth, width)
 
-    def export(self) -> Export:
+    def export(self, room: Room | None = None) -> Export:
         held = msgspec.msgpack.encode(self._held)
         return lambda: {"reference.held": memoryview(held)}
 

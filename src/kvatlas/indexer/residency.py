@@ -13,7 +13,7 @@ from kvatlas.indexer.index import PrefixIndex, TreeNode
 from kvatlas.indexer.instances import Instance, OpenInventory
 from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, TreeRun
-from kvatlas.indexer.snapshot import Export, Exportable, Parts
+from kvatlas.indexer.snapshot import Export, Exportable, Parts, Room
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -175,7 +175,7 @@ class Residency:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def export(self) -> tuple[ResidencyTables, Export]:
+    def export(self, room: Room | None) -> tuple[ResidencyTables, Export]:
         """Return what `restore` needs beside the instances. O(index)."""
         tables = ResidencyTables(
             excluded=self._named.excluded,
@@ -183,7 +183,7 @@ class Residency:
             num_inventories=self.num_inventories,
             num_dropped_inventories=self.num_dropped_inventories,
         )
-        return tables, self._exportable().export()
+        return tables, self._exportable().export(room)
 
     def restore(self, tables: ResidencyTables, parts: Parts, instances: Iterable[Instance]) -> None:
         """Hold what was exported, for instances as they were. Raises InvalidSnapshot, IndexFull."""

@@ -31,6 +31,7 @@ from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.reports import EffectLog
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.publication import IndexPublication, Pulse
+from kvatlas.indexer.snapshot import Room
 from kvatlas.indexer.snapshot_format import About, Anchor
 from kvatlas.indexer.snapshot_loading import Loaded, load_newest
 from kvatlas.indexer.snapshot_writing import (
@@ -281,12 +282,12 @@ class IndexService:
     def _cut_sequence(self) -> int:
         return self.state.stream_sequence if self.is_ready else 0
 
-    def _cut(self) -> Cut | None:
+    def _cut(self, room: Room) -> Cut | None:
         """Copy the fold between two messages; while this runs nothing is folded in."""
         if not self.is_ready:
             return None
         started = time.perf_counter()
-        export = self.state.export()
+        export = self.state.export(room)
         newest = self._newest
         about = About(
             stream_sequence=self.state.stream_sequence,

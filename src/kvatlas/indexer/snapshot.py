@@ -16,6 +16,8 @@ from kvatlas.schemas.errors import InvalidInput
 
 #: name -> bytes; nobody changes them afterwards
 Parts = Mapping[str, memoryview]
+#: memory that the system has found already: finding it takes far longer than a copy
+Room = NDArray[np.uint8]
 #: a copy that is made; asked once, in any thread, it is put into parts
 Export = Callable[[], dict[str, memoryview]]
 
@@ -28,8 +30,11 @@ class InvalidSnapshot(InvalidInput):
 class Exportable(Protocol):
     """What an index has to do besides, so that snapshots can be taken of it."""
 
-    def export(self) -> Export:
-        """Copy everything in it, as of now. O(index), in one go; parts are made later."""
+    def export(self, room: Room | None = None) -> Export:
+        """Copy everything in it, as of now. O(index), in one go; parts are made later.
+
+        What is large goes into `room`, where that is given and large enough.
+        """
         ...
 
     def restore(self, parts: Parts) -> None:

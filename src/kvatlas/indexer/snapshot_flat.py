@@ -16,7 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, array_of, bytes_of, part_of
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, Room, array_of, bytes_of, part_of
 from kvatlas.schemas.ids import NUM_TIERS
 
 U8 = NDArray[np.uint8]
@@ -113,6 +113,15 @@ def read_flat(parts: Parts) -> FlatParts:
     )
     _check(found)
     return found
+
+
+def copied(cells: U32, room: Room | None) -> U32:
+    """Return a copy, in the room if it is large enough."""
+    if room is None or room.nbytes < cells.nbytes:
+        return cells.copy()
+    copy = room[: cells.nbytes].view(np.uint32).reshape(cells.shape)
+    copy[:] = cells
+    return copy
 
 
 def fill_cells(cells: U32, found: FlatParts) -> None:

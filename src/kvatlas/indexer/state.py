@@ -30,7 +30,7 @@ from kvatlas.indexer.reader import (
     serving_views,
 )
 from kvatlas.indexer.residency import Residency, ResidencyTables
-from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, bytes_of
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, bytes_of
 from kvatlas.indexer.stimuli import (
     AuditFailed,
     BatchArrived,
@@ -573,12 +573,13 @@ class IndexState:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def export(self) -> Export:
+    def export(self, room: Room | None = None) -> Export:
         """Copy everything, as of exactly `stream_sequence`.
 
         O(index), in one go: nothing is folded in meanwhile. Parts are made of the copy later.
+        `room` is memory for it, see Exportable.
         """
-        residency, index = self._residency.export()
+        residency, index = self._residency.export(room)
         tables = _Tables(
             stream_sequence=self._stream_sequence,
             instances=list(self._instances.values()),

@@ -75,8 +75,8 @@ class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     #: `flat` is numba over arrays; `reference` its plain-Python twin, many times slower and larger
     kernel: Annotated[str, Meta(pattern="^(flat|reference)$")] = "flat"
-    #: at most one snapshot in this time, by whichever replica; seldom makes a start read more of the
-    #: log. 0: this replica neither starts from snapshots nor takes any
+    #: at most one snapshot in this time, by whichever replica; seldom makes a start read more of
+    #: the log. 0: this replica neither starts from snapshots nor takes any
     snapshot_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 300.0
     #: and only after so many messages of the log; few store the same again, many cost each start
     #: some 10 us a message

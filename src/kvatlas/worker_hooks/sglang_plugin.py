@@ -116,6 +116,8 @@ def sidecar_options(endpoint: str, rank: int) -> SidecarOptions:
         lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
         digest_seconds=settings.sidecar.digest_seconds,
         max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+        coalesce_seconds=settings.sidecar.coalesce_seconds,
+        coalesce_bytes=settings.sidecar.coalesce_bytes,
     )
 
 

@@ -110,7 +110,13 @@ class Sidecar:
             has_pool=options.tells_pool,
         )
         up = WorkerUp(options.worker_info())
-        self._outbox = Outbox(options.instance, up, options.max_outbox_bytes)
+        self._outbox = Outbox(
+            options.instance,
+            up,
+            options.max_outbox_bytes,
+            options.coalesce_bytes,
+            options.coalesce_seconds,
+        )
         self._reporter = Reporter(edge, self._outbox)
         self._publisher: Publisher | None = None
         self._exchange: BlockExchange | None = None

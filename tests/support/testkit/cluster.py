@@ -142,9 +142,8 @@ class Cluster:
     async def until_healthy(self, what: str = "") -> None:
         """Return when every node has all that it should have."""
         async with asyncio.timeout(WAIT_SECONDS):
-            for node in self.nodes:
-                while not await node.is_healthy(what):
-                    await asyncio.sleep(POLL_SECONDS)
+            while not all([await node.is_healthy(what) for node in self.nodes]):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_SECONDS)
 
 
 @asynccontextmanager

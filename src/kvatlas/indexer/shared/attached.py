@@ -12,8 +12,6 @@ from kvatlas.indexer.shared import header as h
 from kvatlas.schemas.digest import index_key
 from kvatlas.schemas.ids import Tier
 
-_U64 = np.dtype(np.uint64)
-
 
 class AttachedIndex:
     """Answers from arrays that somebody else writes to; whoever asks validates the answer."""
@@ -22,6 +20,7 @@ class AttachedIndex:
         kernel.warm()
         self._state = np.zeros(kernel.NUM_STATES, np.uint64)
         self._arrays: ReadArrays | None = None
+        self._handle = np.zeros(0, np.uint64)
 
     def take(self, header: np.ndarray[tuple[int], np.dtype[np.uint64]], arrays: ReadArrays) -> None:
         """Ask these arrays from now on."""
@@ -29,13 +28,18 @@ class AttachedIndex:
         self._state[kernel.MULTIPLIER] = header[h.MULTIPLIER]
         self._state[kernel.DIRECTORY_SHIFT] = header[h.DIRECTORY_SHIFT]
         self._state[kernel.SEGMENT_BITS] = header[h.SEGMENT_BITS]
+        cells, directory, rows, words, masks = arrays
+        nothing = np.zeros((0, 2), np.uint32), np.zeros((0, 5, 2), np.uint64)
+        self._handle = kernel.handle_of(
+            cells, directory, nothing[0], rows, words, masks, nothing[1], self._state
+        )
 
     def match(self, chain: bytes) -> list[Match]:
         """See PrefixIndex."""
         check_packed(chain)
         if self._arrays is None:
             return []
-        columns = kernel.match(np.frombuffer(chain, _U64), *self._arrays, self._state)
+        columns = kernel.match(chain, self._handle)
         instances, num_blocks, *by_tier = columns.tolist()
         fields = zip(instances, num_blocks, zip(*by_tier, strict=True), strict=True)
         return list(map(tuple.__new__, repeat(Match), fields))

@@ -49,6 +49,8 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     lease_ttl_seconds: Seconds = 15.0
     digest_seconds: Seconds = 2.0
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
+    coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
+    coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
     #: of each rank, in shared memory; a batch of more than a quarter of it cannot be taken
     ring_bytes: int = 32 * 1024 * 1024
     #: of memory for live batches kept during a replay; more are asked for again

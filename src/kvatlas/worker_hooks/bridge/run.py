@@ -245,6 +245,8 @@ class RankBridge:
             lease_ttl_seconds=given.lease_ttl_seconds,
             digest_seconds=given.digest_seconds,
             max_outbox_bytes=given.max_outbox_bytes,
+            coalesce_seconds=given.coalesce_seconds,
+            coalesce_bytes=given.coalesce_bytes,
         )
         options.validate()
         return options

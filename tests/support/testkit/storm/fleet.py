@@ -150,7 +150,6 @@ class Storm:
         if fault.target == "router":
             self.asker.router.begin()
         if fault.kind.startswith("kill"):
-            # whoever keeps it up starts it again later than we do, or finds it started
             await target.kill()
             await asyncio.sleep(fault.seconds)
             await target.start()
@@ -336,12 +335,10 @@ async def _fleet(options: StormOptions, folder: Path, say: Say) -> AsyncGenerato
             port = free_port()
             urls[name] = f"http://127.0.0.1:{port}"
             role = name.partition("-")[0]
-            command = role_command(role, nats_url, "--port", str(port), *SNAPSHOTS)
-            child = Child(name, lambda _, command=command: command, folder / f"{name}.log")  # type: ignore[misc]
-            targets[name] = await enter(kept_up(child))
+            more = "--port", str(port), *SNAPSHOTS
+            targets[name] = await enter(kept_up(_role(name, role, nats_url, folder, *more)))
         archive_url = f"sqlite:///{folder / 'archive.db'}"
-        archiving = role_command("archive", nats_url, "--archive", archive_url)
-        archive = Child("archive", lambda _: archiving, folder / "archive.log")
+        archive = _role("archive", "archive", nats_url, folder, "--archive", archive_url)
         targets["archive"] = await enter(kept_up(archive))
         for number in range(options.num_workers):
             worker = _worker(options, folder, nats_url, f"w{number}")
@@ -350,6 +347,11 @@ async def _fleet(options: StormOptions, folder: Path, say: Say) -> AsyncGenerato
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
             yield Storm(options, folder, say, session, targets, urls)
+
+
+def _role(name: str, role: str, nats_url: str, folder: Path, *more: str) -> Child:
+    command = role_command(role, nats_url, *more)
+    return Child(name, lambda _: command, folder / f"{name}.log")
 
 
 def _worker(options: StormOptions, folder: Path, nats_url: str, name: str) -> Child:
