@@ -4,10 +4,10 @@
 
 One event in: encoded bytes until the index is changed, on both sides (`stored`, `duplicate`,
 `removed`; `fold ...` is our service's whole step, with order, epochs and trust). One match out, in
-three forms: `match` is what each side's router reads, a list of named tuples with the split by tier
-here, the dict of scores there; `as a dict` has equal content on both sides, worker and depth; `as
-columns` is arrays, ours only. Both sides hold the same chains, events arrive in the same order, and
-everything runs on one CPU, which is Dynamo's best case.
+three forms: `as a dict` has equal content on both sides, worker and depth, and gives the ratios
+`match_...`; `match` is a list of named tuples with each depth split by tier, which the peer does
+not know (`..._split_by_tier`); `as columns` is that as arrays. Both sides hold the same chains,
+events arrive in the same order, and everything runs on one CPU, which is Dynamo's best case.
 
 Figures are microseconds, the mean over an event or a call; each side's repetitions take turns.
 Memory is the growth of a fresh process. Needs Linux.
@@ -159,8 +159,8 @@ def measure_match_cell(bench: Bench, sides: Sides, cell: MatchCell, hit_percent:
         bench.row(form, "us", samples, **where)
     key = RATIOS.get((cell.layout, cell.num_blocks))
     if key and (cell.holders, hit_percent) == (WORKERS, 100):
-        bench.ratio_of_times(key, forms["match"], sides.peer)
-        bench.ratio_of_times(f"{key}_as_dict", forms["match as a dict"], sides.peer)
+        bench.ratio_of_times(key, forms["match as a dict"], sides.peer)
+        bench.ratio_of_times(f"{key}_split_by_tier", forms["match"], sides.peer)
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -358,7 +358,7 @@ def leading(chain: bytes, held: frozenset[int]) -> int:
 
 
 def test_whatever_happens_an_exact_answer_is_true(request: pytest.FixtureRequest) -> None:
-    seconds = request.config.getoption("--soak")
+    seconds = float(request.config.getoption("--soak") or 0)
     until = time.monotonic() + seconds
     chosen = settings(max_examples=100, stateful_step_count=50, deadline=None)
     if seconds:

@@ -30,7 +30,7 @@ def chain_of(num_blocks: int, start: int = 0) -> bytes:
 @pytest.mark.parametrize("value", [0, 1, 3, 100])
 def test_a_size_is_a_power_of_two(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}, expected a power of two"):
-        FlatRadixIndex(**{name: value})
+        FlatRadixIndex(**{name: value})  # type: ignore[arg-type]
 
 
 def test_more_blocks_than_the_limit_are_refused_and_the_rest_stays_exact() -> None:

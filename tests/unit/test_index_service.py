@@ -411,8 +411,8 @@ async def test_a_storm_is_throttled_and_heals_by_the_inventory(bus: MemoryBus) -
 
     async def give_inventory(_: bytes) -> bytes:
         seq = service.state.instance(W1).seq  # type: ignore[union-attr]
-        told = (inventory(1, 2, as_of=seq), *digests(1, 2))
-        await publish(bus, a_batch(*told, seq=seq + 1))
+        batch = a_batch(inventory(1, 2, as_of=seq), *digests(1, 2), seq=seq + 1)
+        await publish(bus, batch)
         return b""
 
     async with a_service(bus, settings) as service:

@@ -16,7 +16,6 @@ from kvatlas.events.codec import decode, decode_control
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.replay import Moment, replay
-from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.kv_events import WorkerDown
 from testkit.storm.chains import Chains
 from testkit.storm.truth import Truth
@@ -69,7 +68,7 @@ class Verdict(Struct):
     messages: int = 0
     #: refused by the storm itself, or in a process when that was killed
     batches_lost_unacked: int = 0
-    #: looks at workers that were not exact: without any, doubt itself was not tried
+    #: digests that workers told while they were in doubt: without any, healing was not tried
     doubted: int = 0
     not_converged: int = 0
     converge_seconds: list[float] = []
@@ -106,7 +105,6 @@ def judge(
     verdict.statuses = {str(status): n for status, n in sorted(asker.statuses.items())}
     verdict.messages, verdict.own_exits = len(ended.log), ended.own_exits
     verdict.is_settled = ended.is_settled
-    verdict.doubted = sum(seen.trust is Trust.degraded for each in looks for seen in each.workers)
     _judge_recoveries(verdict, recoveries)
     log = Log(ended.log)
     _judge_acked(verdict, ended, log)
@@ -277,6 +275,7 @@ def _judge_digests(verdict: Verdict, ended: Ended) -> None:
     verdict.digest_equal = equal
     verdict.contradictions = report.num_contradictions
     for each in report.checks:
+        verdict.doubted += each.num_skipped if each.name == "digests" else 0
         verdict.examples += [f"check {each.name}: {text}" for text in each.examples]
 
 
