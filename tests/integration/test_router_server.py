@@ -194,7 +194,7 @@ class TestHotProtocol:
     async def test_who_says_keep_alive_is_answered_here(
         self, connection: Connection, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delattr("kvatlas.router.hot.HotProtocol._hand_over")
+        monkeypatch.delattr("kvatlas.router.hot_protocol.HotProtocol._hand_over")
         await connection.send(post("/v1/score", BODY, "Connection: Keep-Alive") * 2)
         assert [(await connection.answer())[0] for _ in range(2)] == [200, 200]
 
@@ -228,7 +228,7 @@ class TestHotProtocol:
     async def test_a_body_that_does_not_come_is_given_up(
         self, connection: Connection, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvatlas.router.hot.MAX_BODY_SECONDS", 0.5)
+        monkeypatch.setattr("kvatlas.router.hot_protocol.MAX_BODY_SECONDS", 0.5)
         await connection.send(post("/v1/score", BODY)[:-1])
         assert (await connection.answer())[0] == 408
         assert await connection.rest() == b""

@@ -5,6 +5,12 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
+from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.snapshot_metrics import SnapshotCollector
+from kvatlas.indexer.snapshot_writing import SnapshotSettings
+from kvatlas.indexer.state import IndexState
 from kvatlas.router.app import create_app
 from testkit.fleet import Fleet
 
@@ -16,7 +22,13 @@ WITH_SIBLINGS = {"kv_router_siblings", "kv_router_signals_dropped_total"}
 def shown() -> set[str]:
     fleet = Fleet()
     fleet.up("w1")
-    exposition = generate_latest(create_app(fleet.router()).metrics.registry).decode()
+    app = create_app(fleet.router())
+    bus, state = MemoryBroker().connect(), IndexState(ReferenceIndex())
+    service = IndexService(bus, state, snapshots=SnapshotSettings())
+    assert service.snapshots
+    service.snapshots.headroom = 5  # shown once there is a snapshot
+    app.metrics.registry.register(SnapshotCollector(service))
+    exposition = generate_latest(app.metrics.registry).decode()
     named = set(re.findall(r"^# HELP (\S+)", exposition, re.MULTILINE))
     return {name for name in named if not name.endswith("_created")} | WITH_SIBLINGS
 

@@ -10,7 +10,7 @@ from kvatlas.router.requests import Report
 from kvatlas.router.service import choose_again
 from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel, UnknownPolicy
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import Decision, decode_decision, encode_decision
 from testkit.fleet import MODEL, Fleet, RouterUnderTest, StillFeed, a_prompt, a_request
 
@@ -58,6 +58,25 @@ class TestScore:
         router.still_feed.lag = Lag(0, 2.5)
         answer = router.score(a_request(PROMPT))
         assert (answer.stream_sequence, answer.index_age_ms, answer.connected) == (3, 2_500, False)
+
+
+class TestPullsFromPools:
+    """w1 has half of the prompt, lends what is in its pool only, and is busy."""
+
+    @pytest.mark.parametrize("num_pooled", [0, 30, 50])
+    def test_a_plan_pulls_what_the_owner_can_lend(self, num_pooled: int) -> None:
+        fleet = Fleet()
+        for worker in ("w1", "w2"):
+            fleet.up(worker, leasable_tiers=(Tier.dram,))
+        fleet.holds("w1", PROMPT, num_blocks=50)
+        if num_pooled:
+            fleet.holds("w1", PROMPT, tier=Tier.dram, num_blocks=num_pooled)
+        router = fleet.router(load_window_ms=0.0, predicted_seconds=0.0)
+        answers = [router.route(a_request(PROMPT)) for _ in range(40)]
+        plans = [answer.plan for answer in answers if answer.worker == "w2"]
+        assert plans
+        assert {sum(step.num_blocks for step in plan.pulls) for plan in plans} == {num_pooled}
+        assert all(plan.num_tokens == len(PROMPT) for plan in plans)
 
 
 class TestRoute:

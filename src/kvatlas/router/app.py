@@ -15,15 +15,8 @@ from starlette.exceptions import HTTPException
 
 from kvatlas import __version__
 from kvatlas.router.control import control_routes
-from kvatlas.router.hot import (
-    HotProtocol,
-    HotRoutes,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    protocol_of,
-)
+from kvatlas.router.hot import HotRoutes, Message, Receive, Scope, Send
+from kvatlas.router.hot_protocol import HotProtocol, protocol_of
 from kvatlas.router.metrics import MeteredRouter, RouterMetrics, StateCollector
 from kvatlas.router.openapi import complete
 from kvatlas.router.problems import (

@@ -23,7 +23,7 @@ from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
 from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Load, Loads
 from kvatlas.router.overlay import Overlay
-from kvatlas.router.plans import plan_for
+from kvatlas.router.plans import Lenders, plan_for
 from kvatlas.router.policies import Choice, Policy, policy_named
 from kvatlas.router.pricing import NOTHING_HELD, TERMS
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
@@ -178,10 +178,11 @@ class RouterService:
         gathered, question = self._ask(request, now)
         choice = self.policy.choose(question)
         price = choice.prices[choice.chosen]
-        plan = plan_for(question, choice.chosen, price, self.settings)
+        candidate = question.candidates[choice.chosen]
+        lenders = Lenders(self.index, gathered.lineup, gathered.chains[candidate.group])
+        plan = plan_for(question, choice.chosen, price, self.settings, lenders)
         decision = self._decision(request, gathered, question, choice, plan)
         self._turns[request.model] = question.turn + 1
-        candidate = question.candidates[choice.chosen]
         instance, epoch = candidate.instance, gathered.lineup.views[choice.chosen].epoch
         transfer_ms, chain = price.terms[1] + price.pull_ms, gathered.chains[candidate.group]
         self.loads.routed(decision.id, instance, plan, transfer_ms, now)
