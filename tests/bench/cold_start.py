@@ -11,9 +11,8 @@ started index is that of a fold of everything.
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).parents[1] / "support"
-)  # not this folder: its http.py is not the library's
+# not this folder: its http.py is not the library's
+sys.path[0] = str(Path(__file__).parents[1] / "support")
 
 import asyncio
 import os
@@ -43,6 +42,7 @@ from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import WIRE_VERSION, BlockStored, EventBatch, KvEvent, WorkerUp
 from testkit.measuring import Bench
+from testkit.measuring.timing import cpu_seconds_of
 from testkit.waiting import until
 
 NUM_WORKERS, RUN_BLOCKS, SHARED_EVERY, TAIL_MESSAGES = 32, 64, 8, 2_000
@@ -158,15 +158,6 @@ def started_index(url: str, snapshot_seconds: int) -> Started:
     finally:
         process.terminate()
         process.wait()
-
-
-def cpu_seconds_of(pid: int) -> float:
-    """Return the processor time of a process so far, 0 where /proc does not tell."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_ready(address: str) -> bool:

@@ -35,7 +35,8 @@ from kvatlas.indexer import ReferenceIndex
 from kvatlas.indexer.service import IndexService
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import BusUnavailable
-from kvatlas.schemas.fleet import HashAlgorithm, Trust
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import KvEvent, NamespaceSeen
 from testkit.builders import MODEL, ROOT, a_batch, digest, removed, stored, subject_of, up
@@ -448,7 +449,6 @@ async def publish_much(bus: NatsBus) -> dict[str, int]:
         await publisher.publish("kv.events.model.a.0", b"%d" % number + b" " * (256 << 10))
     async with asyncio.timeout(WAIT_SECONDS):
         await publisher.flush()
-    print("XXX", await bus.last_sequence(KV_EVENTS))
     return {"kv.events.model.a.0": count}
 
 

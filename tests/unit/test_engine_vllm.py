@@ -10,7 +10,7 @@ from kvatlas.schemas.errors import BatchTooLarge, MalformedBatch
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import Extra
 from kvatlas.schemas.ids import Tier
-from kvatlas.schemas.kv_events import BlockStored
+from kvatlas.schemas.kv_events import BlockStored, Doubted
 from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.adapter import Decoded
 from kvatlas.worker_hooks.engines.msgpack_batches import MAX_EVENTS, MAX_PAYLOAD_BYTES
@@ -355,7 +355,10 @@ def test_f56_a_group_is_told_once_and_again_when_it_changes() -> None:
 
 def test_f51_blocks_of_another_size_than_the_workers_are_refused() -> None:
     edge = Edge("m", NamespaceDescriptor(4))
-    assert edge.handle(decode(a_store()).events) == []
+    (told,) = edge.handle(decode(a_store()).events)
+    assert isinstance(told, Doubted)
+    assert "blocks have 2 tokens, told were 4" in told.reason
+    assert "--block-tokens 2" in told.reason
     assert edge.counters.rejected_events == 1
 
 

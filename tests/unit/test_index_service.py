@@ -443,3 +443,17 @@ async def test_memory_that_changes_by_itself_is_found_and_told_anew(bus: MemoryB
         await eventually(lambda: service.state.stats().audit_failures == 1)
         await eventually(is_exact(service))
         assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [2]
+
+
+async def test_a_long_history_is_no_storm(bus: MemoryBus) -> None:
+    budget = BudgetSettings(bytes_per_second=1.0, burst_bytes=500.0)
+    settings = msgspec.structs.replace(FAST, budget=budget)
+    batches = [a_batch(stored(*range(1, 100)), seq=seq) for seq in range(2, 30)]
+    await publish(bus, a_batch(up()), *batches)
+    async with a_service(bus, settings) as service:
+        await service.wait_ready()
+        await asyncio.sleep(0.05)
+        assert service.num_control_records == 0
+        assert service.state.stats().throttles == 0
+        await publish(bus, a_batch(stored(*range(1, 100)), seq=30))
+        await eventually(lambda: service.state.stats().throttles == 1)

@@ -13,8 +13,9 @@ from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PENDING_BYTES, PENDING_MESSAGES, PushConsumer
 from kvatlas.schemas.errors import BusUnavailable
 
-#: how often a stream that ends before our position is looked at again before we believe it
-LOOKS_BACK = 4
+#: how often a stream that ends before our position is looked at again before we believe it; the
+#: next leader of a cluster may for a while not know all that was stored
+LOOKS_BACK, LOOKS_BACK_IN_CLUSTER = 4, 50
 
 _logger = logging.getLogger(__name__)
 
@@ -54,8 +55,10 @@ class NatsFollower(PushConsumer):
         first = state.first_seq if state.messages else state.last_seq + 1
         has_gone_back = self._next_sequence > state.last_seq + 1
         is_another = self._created is not None and info.created != self._created
-        if has_gone_back and not is_another and self._num_looks_back < LOOKS_BACK:
-            # A broker that has just taken over may not have caught up with itself.
+        max_looks_back = (
+            LOOKS_BACK_IN_CLUSTER if info.cluster and info.cluster.replicas else LOOKS_BACK
+        )
+        if has_gone_back and not is_another and self._num_looks_back < max_looks_back:
             self._num_looks_back += 1
             behind = f"{self._stream_name} ends at {state.last_seq}"
             raise BusUnavailable(f"{behind}, expected {self._next_sequence - 1}")

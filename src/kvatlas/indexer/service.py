@@ -142,6 +142,8 @@ class IndexService:
             on_give_up=self._give_up,
         )
         self._budgets = EventBudgets(self._settings.budget)
+        #: (worker, rank) -> bytes since budgets were last looked at
+        self._said: dict[tuple[str, int], int] = {}
         self._lapses = LeaseLapses(
             self._settings.lease_ended_seconds,
             self._settings.lease_missing_seconds,
@@ -308,7 +310,8 @@ class IndexService:
         stimulus = stimulus_of(message)
         self._handle(stimulus)
         if isinstance(stimulus, BatchArrived):
-            self._check_budget(stimulus, len(message.payload))
+            key = stimulus.decoded.batch.worker, stimulus.decoded.batch.rank
+            self._said[key] = self._said.get(key, 0) + len(message.payload)
         self._newest = message
         self._newest_ns, self._newest_at = message.broker_ns, time.monotonic()
         if self.is_ready:
@@ -329,6 +332,7 @@ class IndexService:
     def _check_ready(self) -> None:
         if not self.is_ready and self.state.stream_sequence >= self._target:
             self._ready.set()
+            self._said.clear()  # all of the log at once is nobody's storm
             self._lay_trust()
             self._pulse()
             for wanted in self.state.wanted_inventories():
@@ -352,11 +356,15 @@ class IndexService:
 
     # --- what this replica finds -----------------------------------------------------------------
 
-    def _check_budget(self, arrived: BatchArrived, num_bytes: int) -> None:
-        batch = arrived.decoded.batch
-        instance = batch.instance
-        if not self._budgets.take(instance, num_bytes, arrived.broker_ns) and self.is_ready:
-            self._propose(instance, batch.epoch, "throttled")
+    def _check_budgets(self) -> None:
+        """Settle what was said since the last look; at once for each message would cost as much."""
+        said, broker_ns = self._said, self._broker_ns()
+        self._said = {}
+        for key, num_bytes in said.items():
+            instance = InstanceId(*key)
+            known = self.state.instance(instance)
+            if not self._budgets.take(instance, num_bytes, broker_ns) and known and self.is_ready:
+                self._propose(instance, known.epoch, "throttled")
 
     def _give_up(self, instance: InstanceId) -> None:
         known = self.state.instance(instance)
@@ -417,6 +425,7 @@ class IndexService:
             self._lay_trust()
             if self.is_ready:
                 self._expire_leases()
+                self._check_budgets()
                 self._release_throttled()
                 await self._audit_if_due()
             self._pulse()

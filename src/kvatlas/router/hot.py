@@ -3,7 +3,7 @@
     plain HTTP/1.1 --HotProtocol--> HotRoutes.answer --> Router        see hot_protocol.py
     any other form --uvicorn------> HotRoutes, as bare ASGI --^
 
-Bodies are read under a limit and parsed by router/requests.py; nothing else stands between the
+Bodies are read under a limit and parsed by requests.py; nothing else stands between the
 socket and the router. Whatever else is asked goes on to the control API.
 """
 
@@ -14,13 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvatlas.router.answers import ReportAnswer
+from kvatlas.router.bodies import SALT_HEADER
 from kvatlas.router.problems import MEDIA_TYPE, Boundary, Problem, headers_of, problem, problem_of
-from kvatlas.router.requests import (
-    MAX_REPORT_BYTES,
-    SALT_HEADER,
-    decode_report,
-    decode_score_request,
-)
+from kvatlas.router.requests import MAX_REPORT_BYTES, decode_report, decode_score_request
 from kvatlas.router.service import Router
 from kvatlas.schemas.errors import InvalidRequest, KvatlasError, PromptTooLarge, RequestTooSlow
 from kvatlas.schemas.settings import RouterSettings

@@ -16,9 +16,9 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.server import ServerState
 
+from kvatlas.router.bodies import SALT_HEADER
 from kvatlas.router.hot import MAX_BODY_SECONDS, Asked, HotRoutes, parts_of, too_slow
 from kvatlas.router.problems import Problem, problem_of
-from kvatlas.router.requests import SALT_HEADER
 
 #: more than clients send, and far below what others take
 MAX_HEAD_BYTES = 8_192

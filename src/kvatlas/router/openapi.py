@@ -5,17 +5,17 @@ from typing import Any
 import msgspec
 
 from kvatlas.router.answers import ReportAnswer, RouteAnswer, ScoreAnswer
-from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE
-from kvatlas.router.hot import DONE, MAX_DECISION_ID, PREFILLED, REPORTS, ROUTE, SCORE
-from kvatlas.router.problems import Problem
-from kvatlas.router.requests import (
+from kvatlas.router.bodies import (
     OCTETS_TYPE,
     SALT_HEADER,
     PackedScoreBody,
-    Report,
     ScoreBody,
     ScoreQuery,
 )
+from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE
+from kvatlas.router.hot import DONE, MAX_DECISION_ID, PREFILLED, REPORTS, ROUTE, SCORE
+from kvatlas.router.problems import Problem
+from kvatlas.router.requests import Report
 
 _REFERENCE = "#/components/schemas/{name}"
 

@@ -53,21 +53,29 @@ def price_all(question: Question, settings: RouterSettings) -> list[Price]:
     mean_work_ms = fsum([c.work_ms for c in candidates]) / len(candidates) if candidates else 0.0
     owners = _longest_owners(candidates)
     tier_prices = _tier_prices(settings)
+    least_tokens = settings.min_pull_tokens or 1
     prices = []
     for position, c in enumerate(candidates):
         queued_ms = c.queued_ms
         wait = queued_ms - window_ms if queued_ms > window_ms else 0.0
         balance = balance_weight * (c.work_ms - mean_work_ms)
-        found = owners.get(c.kv_class) if owners else None
-        if found is not None:
+        owned = 0
+        if owners and (found := owners.get(c.kv_class)) is not None:
             owned = found.next_blocks if found.position == position else found.blocks
-            prices.append(_price(c, prompt_tokens, owned, wait, balance, tier_prices, settings))
-        elif c.held != NOTHING_HELD or c.predicted_blocks:
-            prices.append(_price(c, prompt_tokens, 0, wait, balance, tier_prices, settings))
+        blocks, *elsewhere = c.held
+        # what most candidates are: nothing in doubt, nothing to read or to pull
+        is_plain = c.trust is Trust.exact or not blocks
+        if (
+            is_plain
+            and not c.predicted_blocks
+            and (owned - blocks) * c.block_tokens < least_tokens
+            and not any(elsewhere)
+        ):
+            rest = c.compute_ms_per_token * max(prompt_tokens - blocks * c.block_tokens, 1)
+            terms = (wait, 0.0, 0.0, 0.0, 0.0, rest, balance)
+            prices.append(Price(wait + rest + balance, terms, blocks, 0, 0.0))
         else:
-            compute = c.compute_ms_per_token * prompt_tokens
-            terms = (wait, 0.0, 0.0, 0.0, 0.0, compute, balance)
-            prices.append(Price(wait + compute + balance, terms, 0, 0, 0.0))
+            prices.append(_price(c, prompt_tokens, owned, wait, balance, tier_prices, settings))
     return prices
 
 

@@ -1,15 +1,6 @@
 """Bodies of requests to typed values; nothing behind it sees raw bytes.
 
-    JSON     {"model", "token_ids": [ids] | "token_ids_b64": base64 of u32 LE, ...}
-    msgpack  {"model", "token_ids": [ids] | "tokens": u32 LE, ...}
-    both     "lora"?, "cache_salt"?, "extras"?: [{kind, id, offset, length}], "max_candidates"?
-    octets   u32 LE, ?model=&lora=&max_candidates=, x-kvatlas-cache-salt: of a header
-
-or, instead of tokens, salt and extras, the hashes of the prompt's full blocks, 16 bytes each:
-
-    JSON     "block_hashes": [32 hex digits] | "block_hashes_b64": base64
-    msgpack  "block_hashes": packed
-    both     "block_tokens"?, "algorithm"?, "num_tokens"?
+    body --bodies.py--> field and prompt --checked against the settings--> ScoreRequest
 
 What is wrong is an InvalidRequest that names the field and never repeats tokens or salts.
 """
@@ -18,39 +9,37 @@ import re
 import sys
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
-from urllib.parse import parse_qsl
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvatlas.indexer import prompt_kernel
+from kvatlas.router.bodies import (
+    HASH_DIGITS,
+    HASH_FIELDS,
+    JSON_TYPES,
+    MAX_TOKEN,
+    MSGPACK_TYPES,
+    OCTETS_TYPE,
+    SALT_HEADER,
+    ExtraBody,
+    PackedScoreBody,
+    ScoreBody,
+    body_form,
+    decode_body,
+    read_query,
+    read_salt,
+    read_score_body,
+    unsupported,
+)
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
-from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedContentType
-from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS, Extra, HashAlgorithm
+from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge
+from kvatlas.schemas.hashing import Extra, HashAlgorithm
 from kvatlas.schemas.settings import RouterSettings
 
-JSON_TYPES = ("application/json",)
-MSGPACK_TYPES = ("application/x-msgpack", "application/msgpack", "application/vnd.msgpack")
-OCTETS_TYPE = "application/octet-stream"
-#: where a salt stands beside octets: URLs are logged on their way
-SALT_HEADER = "x-kvatlas-cache-salt"
-HASH_DIGITS = 2 * BLOCK_HASH_BYTES
 MAX_REPORT_BYTES = 64 * 1024
-MAX_EXTRAS = 1024
 MAX_EXTRA_BYTES_PER_TOKEN = 512
-MAX_TOKEN = 2**32 - 1
 
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Salt = Annotated[str, Meta(max_length=4096)]
-Position = Annotated[int, Meta(ge=0, le=MAX_TOKEN)]
-Length = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
-NumCandidates = Annotated[int, Meta(ge=1, le=1024)]
-BlockTokens = Annotated[int, Meta(ge=1, le=MAX_BLOCK_TOKENS)]
-NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
-_HEX_HASHES = "the chained hashes of the prompt's full blocks, 32 hex digits each"
-_PACKED_HASHES = "the same, 16 bytes each"
 Milliseconds = Annotated[float, Meta(ge=0, le=1e10)]
 Amount = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -99,60 +88,6 @@ class ScoreRequest(Struct, frozen=True):
         return f"ScoreRequest(model={self.model!r}, {prompt})"
 
 
-class ExtraBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Something beside tokens that a span of the prompt stands for."""
-
-    kind: Name
-    id: Name
-    offset: Position
-    length: Length
-
-
-class ScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt as JSON, and who may serve it."""
-
-    PROMPT_FIELDS: ClassVar = ("token_ids", "token_ids_b64", "block_hashes", "block_hashes_b64")
-
-    model: Name
-    token_ids: list[int] | None = None
-    token_ids_b64: bytes | None = None
-    block_hashes: Annotated[list[str], Meta(description=_HEX_HASHES)] | None = None
-    block_hashes_b64: Annotated[bytes, Meta(description=_PACKED_HASHES)] | None = None
-    block_tokens: BlockTokens | None = None
-    algorithm: HashAlgorithm | None = None
-    num_tokens: NumTokens | None = None
-    lora: Name | None = None
-    cache_salt: Salt | None = None
-    extras: Annotated[list[ExtraBody], Meta(max_length=MAX_EXTRAS)] = []
-    max_candidates: NumCandidates | None = None
-
-
-class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The same as msgpack."""
-
-    PROMPT_FIELDS: ClassVar = ("token_ids", "tokens", "block_hashes")
-
-    model: Name
-    token_ids: list[int] | None = None
-    tokens: bytes | None = None
-    block_hashes: Annotated[bytes, Meta(description=_PACKED_HASHES)] | None = None
-    block_tokens: BlockTokens | None = None
-    algorithm: HashAlgorithm | None = None
-    num_tokens: NumTokens | None = None
-    lora: Name | None = None
-    cache_salt: Salt | None = None
-    extras: Annotated[list[ExtraBody], Meta(max_length=MAX_EXTRAS)] = []
-    max_candidates: NumCandidates | None = None
-
-
-class ScoreQuery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What stands in the query beside a prompt as octets."""
-
-    model: Name
-    lora: Name | None = None
-    max_candidates: NumCandidates | None = None
-
-
 class Report(Struct, frozen=True, forbid_unknown_fields=True):
     """What became of a routed request, or of its prefill; what is left out is unknown.
 
@@ -169,13 +104,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True):
     failed: bool = False
 
 
-#: the fields of either body that may hold hashes
-HASH_FIELDS = ("block_hashes", "block_hashes_b64")
 _HASH = re.compile(f"[0-9a-fA-F]{{{HASH_DIGITS}}}")
-
-_Body = TypeVar("_Body")
-_score_json = msgspec.json.Decoder(ScoreBody)
-_score_msgpack = msgspec.msgpack.Decoder(PackedScoreBody)
 _report_json = msgspec.json.Decoder(Report)
 _report_msgpack = msgspec.msgpack.Decoder(Report)
 
@@ -191,23 +120,14 @@ def decode_score_request(
 
     Raises InvalidRequest and its kinds.
     """
-    form = _form(content_type)
+    form = body_form(content_type)
     if form == "octets":
         return _octets_request(body, query, salt, settings)
     if query:
         raise InvalidRequest("query", f"expected none, other than beside {OCTETS_TYPE}")
     if salt is not None:  # ignored, it would let tenants share what they believe to be apart
         raise InvalidRequest(SALT_HEADER, "expected cache_salt in the body")
-    parsed: ScoreBody | PackedScoreBody
-    if form == "msgpack":
-        parsed = _decode(_score_msgpack, body)
-    elif quick := _read_quickly(body):
-        parsed, field, packed = quick
-        make = _hashed_request if field in HASH_FIELDS else _tokens_request
-        return make(parsed, field, packed, settings)
-    else:
-        parsed = _decode(_score_json, body)
-    field, sent = _prompt(parsed)
+    parsed, field, sent = read_score_body(form, body)
     if field in HASH_FIELDS:
         return _hashed_request(parsed, field, sent, settings)
     tokens = _packed(sent) if isinstance(sent, list) else sent
@@ -218,97 +138,10 @@ def decode_report(body: bytes, content_type: str) -> Report:
     """Return the report in a body, an empty one for an empty body; raises InvalidRequest."""
     if not body:
         return Report()
-    form = _form(content_type)
+    form = body_form(content_type)
     if form == "octets":
-        raise _unsupported(JSON_TYPES[0], MSGPACK_TYPES[0])
-    return _decode(_report_json if form == "json" else _report_msgpack, body)
-
-
-_LISTS = re.compile(rb'"(token_ids|block_hashes)"[ \t\r\n]*:[ \t\r\n]*$')
-#: how far before a list its name is looked for
-_NAME_BYTES = 64
-
-
-def _read_quickly(body: bytes) -> tuple[ScoreBody, str, bytes] | None:
-    """Return a body, its prompt's field and what that has, packed, without an object for each item.
-
-    The list is cut out and read by itself, a null stands in its place. None unless it is the first
-    list in the body, has token ids or hashes only, and the rest is a valid body with no other
-    prompt.
-    """
-    begin = body.find(b"[")
-    name = _LISTS.search(body[max(begin - _NAME_BYTES, 0) : begin]) if begin > 0 else None
-    if name is None:
-        return None
-    field = name[1].decode()
-    if field in HASH_FIELDS:
-        read = prompt_kernel.read_hash_list(body, begin)
-    else:
-        read = prompt_kernel.read_token_list(body, begin) if prompt_kernel.IS_FAST else None
-    if read is None:
-        return None
-    packed, end = read
-    try:
-        parsed = _score_json.decode(body[:begin] + b"null" + body[end:])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    if any(getattr(parsed, name) is not None for name in ScoreBody.PROMPT_FIELDS):
-        return None
-    return parsed, field, packed
-
-
-def _form(content_type: str) -> Literal["json", "msgpack", "octets"]:
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type in JSON_TYPES or not media_type:
-        return "json"
-    if media_type in MSGPACK_TYPES:
-        return "msgpack"
-    if media_type == OCTETS_TYPE:
-        return "octets"
-    raise _unsupported(JSON_TYPES[0], MSGPACK_TYPES[0], OCTETS_TYPE)
-
-
-def _unsupported(*known: str) -> UnsupportedContentType:
-    return UnsupportedContentType("content-type", f"expected one of {', '.join(known)}")
-
-
-def _decode(
-    decoder: "msgspec.json.Decoder[_Body] | msgspec.msgpack.Decoder[_Body]", body: bytes
-) -> _Body:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _at_field(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest("body", str(error)) from None
-    except RecursionError:
-        raise InvalidRequest("body", "nested too deeply") from None
-
-
-_PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-_NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(.*)`", re.DOTALL)
-
-
-def _at_field(message: str) -> InvalidRequest:
-    """Return a validator's message with its field: `token_ids[3]: expected int, got str`."""
-    path = _PATH.search(message)
-    problem = message[: path.start()] if path else message
-    parts = [path[1]] if path and path[1] else []
-    if named := _NAMED.match(problem):
-        parts.append(named[1][:64])
-        problem = "unknown field" if "unknown" in problem else "required field is missing"
-    return InvalidRequest(".".join(parts) or "body", problem[:1].lower() + problem[1:])
-
-
-def _prompt(parsed: ScoreBody | PackedScoreBody) -> tuple[str, Any]:
-    """Return the field that has the prompt, and what it has."""
-    fields = parsed.PROMPT_FIELDS
-    sent = [name for name in fields if getattr(parsed, name) is not None]
-    if not sent:
-        raise InvalidRequest("token_ids", f"expected {' or '.join(fields)}")
-    if len(sent) > 1:
-        raise InvalidRequest(sent[1], f"stands beside {sent[0]}, expected one of them")
-    return sent[0], getattr(parsed, sent[0])
+        raise unsupported(JSON_TYPES[0], MSGPACK_TYPES[0])
+    return decode_body(_report_json if form == "json" else _report_msgpack, body)
 
 
 def _tokens_request(
@@ -345,40 +178,15 @@ def _check_length(field: str, num_tokens: int, settings: RouterSettings) -> None
 def _octets_request(
     tokens: bytes, query: bytes, salt: bytes | None, settings: RouterSettings
 ) -> ScoreRequest:
-    asked = _query(query)
+    asked = read_query(query)
     _num_tokens("body", tokens, settings)
     return ScoreRequest(
         asked.model,
         tokens,
         asked.lora,
-        None if salt is None else _salt(salt),
+        None if salt is None else read_salt(salt),
         max_candidates=asked.max_candidates,
     )
-
-
-@lru_cache(maxsize=256)
-def _query(query: bytes) -> ScoreQuery:
-    """Return what a query says. Cached: there is no salt in it, and a fleet has few models."""
-    try:
-        pairs = parse_qsl(query.decode("ascii"), True, True, errors="strict", max_num_fields=8)
-    except ValueError:
-        raise InvalidRequest("query", "expected name=value&..., percent-encoded") from None
-    asked = dict(pairs)
-    if len(asked) < len(pairs):
-        raise InvalidRequest("query", "a name stands there twice")
-    if "cache_salt" in asked:
-        raise InvalidRequest("cache_salt", f"not in a URL, expected in the header {SALT_HEADER}")
-    try:
-        return msgspec.convert(asked, ScoreQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise _at_field(str(error)) from None
-
-
-def _salt(raw: bytes) -> str:
-    try:
-        return msgspec.convert(raw.decode(), Salt)
-    except (UnicodeDecodeError, msgspec.ValidationError):
-        raise InvalidRequest(SALT_HEADER, "expected UTF-8 of at most 4096 characters") from None
 
 
 def _hashed_request(

@@ -154,16 +154,18 @@ async def nats_cluster(
 ) -> AsyncIterator[Cluster]:
     """Run a cluster in folders below one; `more` gives a node further settings."""
     async with AsyncExitStack() as stack:
-        for tries_left in reversed(range(START_TRIES)):
-            attempt = await stack.enter_async_context(AsyncExitStack())
-            try:
-                cluster = await _started(attempt, folder / str(tries_left), with_cutters, more)
-                break
-            except ServerNotStarted:  # somebody else has one of the ports
-                await attempt.aclose()
-                if not tries_left:
-                    raise
+        cluster = await _started_anywhere(stack, folder, with_cutters, more)
         yield cluster
+
+
+async def _started_anywhere(
+    stack: AsyncExitStack, folder: Path, with_cutters: bool, more: Callable[[int, Path], str]
+) -> Cluster:
+    """Try again when somebody else has one of the ports."""
+    for number in range(START_TRIES - 1):
+        with suppress(ServerNotStarted):
+            return await _started(stack, folder / str(number), with_cutters, more)
+    return await _started(stack, folder / "last", with_cutters, more)
 
 
 async def _started(
@@ -191,7 +193,10 @@ async def _started(
         nodes.append(Node(f"n{number}", home, settings + more(number, home)))
     for node in nodes:
         stack.push_async_callback(node.server.kill)  # nothing of it is needed any more
-    await asyncio.gather(*(node.server.start() for node in nodes))
+    starts = (node.server.start() for node in nodes)
+    for failure in await asyncio.gather(*starts, return_exceptions=True):
+        if failure is not None:
+            raise failure
     cluster = Cluster(nodes, cutters)
     await cluster.until_healthy("js-meta-only=true")
     return cluster

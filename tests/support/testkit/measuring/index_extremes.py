@@ -19,7 +19,15 @@ from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import WIRE_VERSION, BlockStored, EventBatch
 from testkit.builders import ROOT
-from testkit.measuring.index_plans import ASKED, FIRST_NOISE, HASH_BYTES, chain_bytes
+from testkit.measuring.index_ours import with_workers
+from testkit.measuring.index_plans import (
+    ASKED,
+    FIRST_NOISE,
+    HASH_BYTES,
+    block_of,
+    blocks_of,
+    chain_bytes,
+)
 from testkit.measuring.timing import percentiles
 
 _EVENT_BLOCKS = 64
@@ -37,7 +45,7 @@ def agrees_with_reference(num_steps: int) -> bool:
         worker, tier = random.choice(workers), random.choice(list(Tier))
         begin = random.randrange(64)
         end = random.randint(begin + 1, 64)
-        parent, hashes = _block(chain, begin - 1) if begin else ROOT, _blocks(chain, begin, end)
+        parent, hashes = block_of(chain, begin - 1) if begin else ROOT, blocks_of(chain, begin, end)
         choice = random.random()
         for index in indexes:
             if choice < 0.7:
@@ -61,9 +69,7 @@ def _answers(index: PrefixIndex, workers: list[int], chain: bytes) -> list[Any]:
 
 def random_sets(num_blocks: int, workers: int, holders: int) -> dict[str, float]:
     """Give each block holders drawn at random; return bytes per pair and what a sweep takes."""
-    index, store_us = FlatRadixIndex(), list[float]()
-    for _ in range(workers):
-        index.add_instance()
+    index, store_us = with_workers(workers), list[float]()
     for worker, hashes in random_pairs(num_blocks, workers, holders):
         began = time.perf_counter_ns()
         index.store(worker, Tier.hbm, ROOT, hashes)
@@ -98,9 +104,8 @@ def sweep_ms(index: FlatRadixIndex, workers: int) -> float:
 
 def at_the_cap(max_bytes: int, workers: int, holders: int) -> dict[str, Any]:
     """Store random sets until IndexFull; say what the index keeps, and what it still can do."""
-    index, pairs = FlatRadixIndex(max_bytes=max_bytes), list[tuple[int, bytes]]()
-    for _ in range(workers):
-        index.add_instance()
+    pairs = list[tuple[int, bytes]]()
+    index = with_workers(workers, max_bytes=max_bytes)
     is_full = False
     for pair in random_pairs(max_bytes, workers, holders):
         try:
@@ -122,9 +127,7 @@ def at_the_cap(max_bytes: int, workers: int, holders: int) -> dict[str, Any]:
 
 def during_growth(first_blocks: int, last_blocks: int, asked_blocks: int) -> dict[str, float]:
     """Match and store in turn while the table grows; return percentiles of both, in us."""
-    index, random = FlatRadixIndex(), Random(1)
-    for _ in range(64):
-        index.add_instance()
+    index, random = with_workers(64), Random(1)
     asked = chain_bytes(ASKED, asked_blocks)
     for worker in range(64):
         index.store(worker, Tier.hbm, ROOT, asked)
@@ -159,10 +162,10 @@ def beside_a_writer(asked_blocks: int, holders: int, cpus: list[int]) -> dict[st
     include. Kernels run without the interpreter lock, the rest of a call needs it.
     """
     os.sched_setaffinity(0, cpus)
-    index, lock = FlatRadixIndex(), threading.Lock()
+    index, lock = with_workers(holders), threading.Lock()
     asked = chain_bytes(ASKED, asked_blocks)
-    for _ in range(holders):
-        index.store(index.add_instance(), Tier.hbm, ROOT, asked)
+    for worker in range(holders):
+        index.store(worker, Tier.hbm, ROOT, asked)
 
     def read() -> list[float]:
         spent = []
@@ -217,11 +220,3 @@ class _Writer(threading.Thread):
 def _payload(number: int, worker: int) -> bytes:
     event = BlockStored(ROOT, chain_bytes(FIRST_NOISE + number, _EVENT_BLOCKS))
     return encode(EventBatch(WIRE_VERSION, "w", worker, 1, 1, 0, (event,)))
-
-
-def _block(chain: bytes, at: int) -> bytes:
-    return _blocks(chain, at, at + 1)
-
-
-def _blocks(chain: bytes, begin: int, end: int) -> bytes:
-    return chain[HASH_BYTES * begin : HASH_BYTES * end]

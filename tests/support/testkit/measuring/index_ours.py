@@ -25,6 +25,8 @@ from testkit.measuring.index_plans import (
     ApplyCell,
     MatchCell,
     Step,
+    block_of,
+    blocks_of,
     chain_bytes,
     chain_steps,
 )
@@ -241,33 +243,25 @@ def _mean_us(apply: Callable[[_Item], object], items: Sequence[_Item]) -> float:
 
 
 def _stored(step: Step, chains: dict[int, bytes]) -> BlockStored:
-    parent = _block(chains[step.above[0]], step.above[1]) if step.above else None
-    return BlockStored(ROOT, _blocks(chains[step.chain], step.begin, step.end), parent)
+    parent = block_of(chains[step.above[0]], step.above[1]) if step.above else None
+    return BlockStored(ROOT, blocks_of(chains[step.chain], step.begin, step.end), parent)
 
 
 def _removed(step: Step, chains: dict[int, bytes]) -> BlockRemoved:
     """Let go of the last block first, as an engine's LRU does."""
     chain = chains[step.chain]
-    hashes = [_block(chain, at) for at in reversed(range(step.begin, step.end))]
+    hashes = [block_of(chain, at) for at in reversed(range(step.begin, step.end))]
     return BlockRemoved(ROOT, b"".join(hashes))
 
 
 def _store_chain(index: FlatRadixIndex, worker: int, chain: int, num_blocks: int) -> None:
     packed = chain_bytes(chain, num_blocks)
     for step in chain_steps(worker, chain, num_blocks, MATCH_EVENT_BLOCKS):
-        parent = _block(packed, step.begin - 1) if step.above else ROOT
-        index.store(worker, Tier.hbm, parent, _blocks(packed, step.begin, step.end))
+        parent = block_of(packed, step.begin - 1) if step.above else ROOT
+        index.store(worker, Tier.hbm, parent, blocks_of(packed, step.begin, step.end))
 
 
 def _remove_chain(index: FlatRadixIndex, worker: int, chain: int) -> None:
     packed = chain_bytes(chain, _FILL_CHAIN)
     for step in chain_steps(worker, chain, _FILL_CHAIN, MATCH_EVENT_BLOCKS):
-        index.remove(worker, Tier.hbm, _blocks(packed, step.begin, step.end))
-
-
-def _block(chain: bytes, at: int) -> bytes:
-    return _blocks(chain, at, at + 1)
-
-
-def _blocks(chain: bytes, begin: int, end: int) -> bytes:
-    return chain[HASH_BYTES * begin : HASH_BYTES * end]
+        index.remove(worker, Tier.hbm, blocks_of(packed, step.begin, step.end))

@@ -35,6 +35,16 @@ def chain_bytes(chain: int, num_blocks: int) -> bytes:
     return Random(chain).randbytes(HASH_BYTES * num_blocks)
 
 
+def block_of(chain: bytes, at: int) -> bytes:
+    """Return one block of a packed chain."""
+    return blocks_of(chain, at, at + 1)
+
+
+def blocks_of(chain: bytes, begin: int, end: int) -> bytes:
+    """Return the blocks of a packed chain from `begin` up to, not including, `end`."""
+    return chain[HASH_BYTES * begin : HASH_BYTES * end]
+
+
 def chain_steps(worker: int, chain: int, num_blocks: int, event_blocks: int) -> Iterator[Step]:
     """Yield the events by which a worker stores a chain."""
     for begin in range(0, num_blocks, event_blocks):
