@@ -19,8 +19,11 @@ from kvatlas.http_server import bound_socket
 from kvatlas.schemas.errors import WorkerNotStarted
 from kvatlas.schemas.settings import Settings, load_settings, variable_of
 
+#: how long a router may take until it listens, its kernels perhaps to be compiled
 START_SECONDS = 60.0
+#: what requests under way may take once it is asked to stop; then it is killed
 STOP_SECONDS = 15.0
+#: between the end of a router and its next start
 RESTART_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)

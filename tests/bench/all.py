@@ -20,6 +20,7 @@ MAX_SECONDS = 3_600
 
 
 def main() -> None:
+    """Run those that are asked for; exits with another status than 0 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="headline cells, few repetitions")
     parser.add_argument("--peer", choices=("dynamo", "none"), default="dynamo")

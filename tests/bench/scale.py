@@ -17,8 +17,7 @@ from pathlib import Path
 # not this folder: its http.py is not the library's
 sys.path[0] = str(Path(__file__).parents[1] / "support")
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ from testkit.measuring import Bench, pin_to_one_cpu
 from testkit.measuring.bench import OURS
 from testkit.measuring.index_ours import applier, with_workers
 from testkit.measuring.index_plans import HASH_BYTES
-from testkit.measuring.timing import without_gc
+from testkit.measuring.timing import mean_us_over
 
 MAX_BYTES = 12 << 30
 SPARE_BYTES = 3 << 30
@@ -215,9 +214,9 @@ def measure(
         stored, removed = an_event_log(workers, tiers)
         costs.stored.append(apply_us(index, len(workers), stored))
         costs.removed.append(apply_us(index, len(workers), removed))
-        costs.match.append(over_all_us(index.match, chains))
-        costs.columns.append(over_all_us(index.match_columns, chains))
-        costs.cached.append(over_all_us(index.match, chains[-1:] * NUM_CHAINS))
+        costs.match.append(mean_us_over(index.match, chains))
+        costs.columns.append(mean_us_over(index.match_columns, chains))
+        costs.cached.append(mean_us_over(index.match, chains[-1:] * NUM_CHAINS))
     return costs
 
 
@@ -239,17 +238,7 @@ def payload(worker: int, event: KvEvent) -> bytes:
 
 def apply_us(index: FlatRadixIndex, workers: int, payloads: list[bytes]) -> float:
     """Return the mean time of an event."""
-    return over_all_us(applier(index, workers), payloads)
-
-
-def over_all_us(call: Callable[[bytes], object], arguments: list[bytes]) -> float:
-    """Return the mean time of a call, over all the arguments."""
-    with without_gc():
-        began = time.perf_counter_ns()
-        for argument in arguments:
-            call(argument)
-        spent = time.perf_counter_ns() - began
-    return spent / len(arguments) / 1e3
+    return mean_us_over(applier(index, workers), payloads)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class NatsListener:
         self._task: asyncio.Task[None] | None = None
         #: of `start`: done when messages arrive or never will
         self._first: asyncio.Future[None] | None = None
+        #: times that it listened again after a connection was lost
         self.num_healed = 0
         self.is_closed = False
 

@@ -40,12 +40,7 @@ from kvatlas.events.nats_consumer import PushConsumer
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
 from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name, chunks_of
-from kvatlas.schemas.errors import (
-    BusUnavailable,
-    NoResponder,
-    NotFound,
-    StreamRefused,
-)
+from kvatlas.schemas.errors import BusUnavailable, NoResponder, NotFound, StreamRefused
 
 #: larger chunks keep the event loop longer; half of what a broker takes by default at most
 CHUNK_BYTES = 256 << 10

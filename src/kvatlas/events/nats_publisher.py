@@ -129,19 +129,22 @@ class NatsPublisher:
 
     @property
     def num_batches(self) -> int:
-        """Batches begun; `num_failed_batches` of them ended otherwise than we ended them."""
+        """Batches begun."""
         return self._ingest.num_batches
 
     @property
     def num_failed_batches(self) -> int:
+        """Batches that ended otherwise than we ended them."""
         return self._ingest.num_failures
 
     @property
     def num_unacked(self) -> int:
+        """Messages accepted that are not known to be stored."""
         return len(self._unacked)
 
     @property
     def unacked_bytes(self) -> int:
+        """Bytes of their payloads."""
         return self._unacked_bytes
 
     def start(self) -> None:

@@ -17,12 +17,17 @@ MAX_BUCKETS = 65_536
 
 
 class BudgetSettings(Struct, frozen=True):
-    """An engine at 20,000 tokens/s says about 50 KB/s, its whole inventory is some 10 MB."""
+    """An engine at 20,000 tokens/s says about 50 KB/s, its whole inventory is some 10 MB.
+
+    A rate below what engines say throttles honest ones: they are degraded, and what they report
+    meanwhile is not in the index.
+    """
 
     #: 0 limits nobody
     bytes_per_second: float = 16_000_000.0
     #: what may be said at once, such as inventories after a restart
     burst_bytes: float = 256_000_000.0
+    #: how long the first silence of an epoch lasts
     throttle_seconds: float = 1.0
     #: doubled each time within an epoch up to this
     max_throttle_seconds: float = 300.0

@@ -25,6 +25,9 @@ from kvatlas.schemas.routing import Candidate, ChainGroup
 MAX_CACHED_MODELS = 256
 MAX_CACHED_HASHERS = 1024
 
+#: of each holder of a chain, its leading blocks by tier
+Held = dict[InstanceId, tuple[int, int, int, int, int]]
+
 
 class GroupKey(NamedTuple):
     """What candidates of a group have in common: with a salt, their namespace."""
@@ -162,7 +165,12 @@ class Candidates:
             chains: tuple[bytes, ...] = (hashed.hashes,)
         else:
             chains = tuple(self._chain(key, request) for key in lineup.groups)
-        held: list[dict[InstanceId, tuple[int, int, int, int, int]]] = []
+        candidates = self._candidates(lineup, *self._found(chains, now), now)
+        return Gathered(lineup, candidates, chains, prompt_tokens)
+
+    def _found(self, chains: tuple[bytes, ...], now: float) -> tuple[list[Held], dict[Life, int]]:
+        """Return what is held of each chain, and what is expected beyond it, in blocks."""
+        held: list[Held] = []
         predicted: dict[Life, int] = {}
         for chain in chains:
             matches = self._index.match(chain)
@@ -170,6 +178,11 @@ class Candidates:
             if len(self._overlay):
                 num_held = {match.instance: match.num_blocks for match in matches}
                 predicted |= self._overlay.beyond(chain, num_held, now)
+        return held, predicted
+
+    def _candidates(
+        self, lineup: Lineup, held: list[Held], predicted: dict[Life, int], now: float
+    ) -> tuple[Candidate, ...]:
         load_of = self._loads.of
         candidates = []
         for seat in lineup.seats:
@@ -192,7 +205,7 @@ class Candidates:
                     load.pull_ms_per_token,
                 )
             )
-        return Gathered(lineup, tuple(candidates), chains, prompt_tokens)
+        return tuple(candidates)
 
     def _lineup(self, model: str, lora: str | None) -> Lineup:
         if self._fleet_version != self._index.fleet_version:

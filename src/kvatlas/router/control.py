@@ -18,11 +18,11 @@ from kvatlas.router.answers import (
     WorkerAnswer,
     WorkersAnswer,
 )
-from kvatlas.router.hot import MAX_DECISION_ID
 from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
 from kvatlas.router.siblings import Siblings
+from kvatlas.router.signals import MAX_DECISION_ID
 from kvatlas.schemas.errors import UnknownDecision
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Decision

@@ -18,6 +18,7 @@ from kvatlas.router.bodies import SALT_HEADER
 from kvatlas.router.problems import MEDIA_TYPE, Boundary, Problem, headers_of, problem, problem_of
 from kvatlas.router.requests import MAX_REPORT_BYTES, decode_report, decode_score_request
 from kvatlas.router.service import Router
+from kvatlas.router.signals import MAX_DECISION_ID
 from kvatlas.schemas.errors import InvalidRequest, KvatlasError, PromptTooLarge, RequestTooSlow
 from kvatlas.schemas.settings import RouterSettings
 
@@ -31,7 +32,6 @@ OnAnswer = Callable[[str, int], None]
 SCORE, ROUTE = "/v1/score", "/v1/route"
 REPORTS = "/v1/requests/"
 PREFILLED, DONE = "/prefilled", "/done"
-MAX_DECISION_ID = 128
 
 #: a client that sends slower than this holds memory for nothing
 MAX_BODY_SECONDS = 30.0

@@ -13,9 +13,10 @@ from kvatlas.router.bodies import (
     ScoreQuery,
 )
 from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE
-from kvatlas.router.hot import DONE, MAX_DECISION_ID, PREFILLED, REPORTS, ROUTE, SCORE
+from kvatlas.router.hot import DONE, PREFILLED, REPORTS, ROUTE, SCORE
 from kvatlas.router.problems import Problem
 from kvatlas.router.requests import Report
+from kvatlas.router.signals import MAX_DECISION_ID
 
 _REFERENCE = "#/components/schemas/{name}"
 

@@ -2,7 +2,7 @@
 
     own signal --announce--> all others          others' signals --SiblingState--> Loads, Overlay
 
-A router that is silent for `silence_seconds` no longer counts, and neither does what it gave. All
+A router that is silent for SILENCE_SECONDS no longer counts, and neither does what it gave. All
 of it is an overlay: nothing of it is in the log, and a router without siblings works the same.
 """
 
@@ -21,7 +21,7 @@ from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Loads
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.signals import (
-    ID_DIGITS,
+    MAX_DECISION_ID,
     Alive,
     Done,
     Joined,
@@ -30,6 +30,7 @@ from kvatlas.router.signals import (
     Signal,
     decode_signal,
     encode_signal,
+    router_of,
 )
 from kvatlas.schemas.errors import (
     BusUnavailable,
@@ -40,12 +41,15 @@ from kvatlas.schemas.errors import (
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Decision
 
+#: between two signs of life of a router that has nothing else to say
 ALIVE_SECONDS = 1.0
+#: several signs of life: a shorter one forgets routers that are only slow
 SILENCE_SECONDS = 5.0
 #: own requests that a router that has joined is told about
 MAX_RETOLD = 10_000
 #: signals that wait for the broker; older ones are dropped and counted
 MAX_WAITING = 10_000
+#: how long another router may take to find a decision of its own
 ASK_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class SiblingState:
         self._heard: dict[str, float] = {}
         #: own requests under way
         self._own: dict[str, Routed] = {}
+        #: signals of others, and requests of routers that fell silent
         self.num_taken = self.num_forgotten = 0
 
     @property
@@ -140,6 +145,7 @@ class Siblings:
         self._is_due = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
+        #: announcements that could not be read, and own signals dropped before they were sent
         self.num_rejected = self.num_dropped = 0
 
     async def __aenter__(self) -> Self:
@@ -172,11 +178,9 @@ class Siblings:
 
     async def decision(self, decision_id: str) -> Decision:
         """Return a decision of another router. Raises UnknownDecision."""
-        router = decision_id[12 : 12 + ID_DIGITS]
         try:
-            answer = await self._bus.request(
-                router_subject(router), decision_id.encode(), ASK_SECONDS
-            )
+            subject = router_subject(router_of(decision_id))
+            answer = await self._bus.request(subject, decision_id.encode(), ASK_SECONDS)
             return msgspec.msgpack.decode(answer, type=Decision)
         except (BusUnavailable, RequestFailed, msgspec.DecodeError):
             raise UnknownDecision(decision_id) from None
@@ -192,7 +196,7 @@ class Siblings:
             self.say(signal)
 
     async def _answer(self, payload: bytes) -> bytes:
-        decision_id = payload[:128].decode(errors="replace")
+        decision_id = payload[:MAX_DECISION_ID].decode(errors="replace")
         found = self._find(decision_id)
         if found is None:
             raise UnknownDecision(decision_id)

@@ -18,8 +18,10 @@ from kvatlas.schemas.errors import MalformedSignal
 from kvatlas.schemas.routing import Plan
 
 SIGNALS_VERSION = 1
-#: hex digits of a router's id
-ID_DIGITS = 8
+#: hex digits of a router's id, and of the time that stands before it in a decision's id
+ID_DIGITS, TIME_DIGITS = 8, 12
+#: characters; decisions' ids of ours are far shorter
+MAX_DECISION_ID = 128
 #: bytes of a chain that travel: a longer prompt is predicted up to here
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_SIGNAL_BYTES = 64 * 1024
@@ -36,7 +38,7 @@ class Alive(Struct, frozen=True, array_like=True, tag="alive"):
 class Routed(Struct, frozen=True, array_like=True, tag="routed"):
     """A request was sent to an instance."""
 
-    decision_id: Annotated[str, Meta(max_length=128)]
+    decision_id: Annotated[str, Meta(max_length=MAX_DECISION_ID)]
     model: str
     worker: str
     rank: int
@@ -96,3 +98,8 @@ def decode_signal(payload: bytes) -> Envelope:
 def new_router_id() -> str:
     """Return an id that no other router has; decisions carry it, so that their router is found."""
     return secrets.token_hex(ID_DIGITS // 2)
+
+
+def router_of(decision_id: str) -> str:
+    """Return the id of the router whose decision has this id; of another id, nobody's."""
+    return decision_id[TIME_DIGITS : TIME_DIGITS + ID_DIGITS]

@@ -24,6 +24,7 @@ class Misfits:
         self._block_tokens = block_tokens
         #: (engine hash, holder bit) of those held
         self._held: set[tuple[EngineHash, int]] = set()
+        #: whether some held ones had no room
         self._has_more = False
         #: blocks that may be the last ones of their prompts; the oldest leave first
         self._short: dict[EngineHash, None] = {}

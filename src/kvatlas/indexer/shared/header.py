@@ -33,7 +33,7 @@ HEADER_BYTES = 8 * HEADER_WORDS
 
 
 def create_header(path: Path) -> U64:
-    """Return a fresh header in a file of its own, zero but for its format."""
+    """Return a fresh header in a file of its own, zero but for its format. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.ftruncate(descriptor, HEADER_BYTES)
@@ -45,7 +45,10 @@ def create_header(path: Path) -> U64:
 
 
 def open_header(path: Path) -> tuple[U64, int] | None:
-    """Return the header and the number of its file; None if there is none of this format."""
+    """Return the header and the number of its file; None if there is none of this format.
+
+    Raises OSError where there is a file that cannot be opened.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:

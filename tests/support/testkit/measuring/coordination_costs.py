@@ -40,7 +40,7 @@ from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.transfer import MemoryFabric, MemorySource
 from testkit.blocks import a_block, a_chain, a_hash
 from testkit.fleet import MODEL, Fleet, StillFeed
-from testkit.measuring.timing import mean_us, without_gc
+from testkit.measuring.timing import mean_us, mean_us_over
 
 BLOCK_TOKENS = 16
 NUM_HOLDERS = 8
@@ -81,12 +81,7 @@ class RoutedFleet:
         """
         bodies = [self._body(num_tokens, reused_tokens) for _ in range(num_prompts + 1)]
         self._route(bodies.pop())
-        with without_gc():
-            began = time.perf_counter_ns()
-            for body in bodies:
-                self._route(body)
-            spent = time.perf_counter_ns() - began
-        return spent / num_prompts / 1e3
+        return mean_us_over(self._route, bodies)
 
     def _route(self, body: bytes) -> None:
         answer = self._router.route(decode_score_request(body, _JSON, self._settings))

@@ -1,4 +1,4 @@
-"""The client of the HTTP benchmark: prepared requests over blocking sockets, equal for all sides."""
+"""The client of the HTTP benchmark: prepared requests over blocking sockets, one for all sides."""
 
 import contextlib
 import re

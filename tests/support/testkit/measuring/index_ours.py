@@ -6,8 +6,7 @@ epoch, sequence, trust and digest of the instance judged and kept. Times are mic
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import decode, encode
@@ -30,10 +29,9 @@ from testkit.measuring.index_plans import (
     chain_bytes,
     chain_steps,
 )
-from testkit.measuring.timing import mean_us, rss_bytes, without_gc
+from testkit.measuring.timing import mean_us, mean_us_over, rss_bytes
 
 _FILL_CHAIN = 512
-_Item = TypeVar("_Item")
 
 
 class OurIndex:
@@ -55,10 +53,10 @@ class OurIndex:
         self._prepare(cell)
         apply = applier(with_workers(workers), workers)
         payloads = {phase: [each.payload for each in log] for phase, log in self._log.items()}
-        spent = {phase: _mean_us(apply, payloads[phase]) for phase in self._log}
+        spent = {phase: mean_us_over(apply, payloads[phase]) for phase in self._log}
         state = IndexState(FlatRadixIndex())
         for phase, log in self._log.items():
-            spent[f"fold {phase}"] = _mean_us(lambda each: state.handle(stimulus_of(each)), log)
+            spent[f"fold {phase}"] = mean_us_over(lambda each: state.handle(stimulus_of(each)), log)
         return spent
 
     def visible_pairs(
@@ -231,15 +229,6 @@ def applier(index: FlatRadixIndex, workers: int) -> Callable[[bytes], None]:
                     index.remove(number, event.tier, event.hashes)
 
     return apply
-
-
-def _mean_us(apply: Callable[[_Item], object], items: Sequence[_Item]) -> float:
-    with without_gc():
-        began = time.perf_counter_ns()
-        for item in items:
-            apply(item)
-        spent = time.perf_counter_ns() - began
-    return spent / len(items) / 1e3
 
 
 def _stored(step: Step, chains: dict[int, bytes]) -> BlockStored:

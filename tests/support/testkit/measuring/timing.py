@@ -6,7 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+_Item = TypeVar("_Item")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -29,6 +31,16 @@ def mean_us(call: Callable[[], object], calls: int) -> float:
             call()
         spent = time.perf_counter_ns() - began
     return spent / calls / 1e3
+
+
+def mean_us_over(call: Callable[[_Item], object], items: Sequence[_Item]) -> float:
+    """Return the mean time of a call in microseconds, over all the items."""
+    with without_gc():
+        began = time.perf_counter_ns()
+        for item in items:
+            call(item)
+        spent = time.perf_counter_ns() - began
+    return spent / len(items) / 1e3
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
