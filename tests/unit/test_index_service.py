@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -457,3 +458,20 @@ async def test_a_long_history_is_no_storm(bus: MemoryBus) -> None:
         assert service.state.stats().throttles == 0
         await publish(bus, a_batch(stored(*range(1, 100)), seq=30))
         await eventually(lambda: service.state.stats().throttles == 1)
+
+
+async def test_no_clock_of_a_worker_is_believed(bus: MemoryBus) -> None:
+    """Batches of ten minutes ago and to come: lag and silence are the broker's."""
+    async with a_service(bus) as service:
+        now = time.time_ns()
+        for seq, ahead in enumerate((0, -600, 600, -86_400), 1):
+            batch = a_batch(*([up()] if seq == 1 else []), stored(seq), seq=seq)
+            ts_ns = now + ahead * 1_000_000_000
+            await publish(bus, msgspec.structs.replace(batch, ts_ns=ts_ns))
+        await eventually(lambda: service.state.stream_sequence == 4)
+        await asyncio.sleep(0.05)
+        view = service.index.instance(W1)
+        assert view is not None
+        assert (view.trust, view.seq) == (Trust.exact, 4)
+        assert abs(view.last_event_ns - time.time_ns()) < 60e9
+        assert service.convergence_ms()["max"] < 60_000
