@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from kvatlas.http_server import bound_socket
-from kvatlas.schemas.errors import WorkerNotStarted
+from kvatlas.schemas.errors import RouterNotStarted
 from kvatlas.schemas.settings import Settings, load_settings, variable_of
 
 #: how long a router may take until it listens, its kernels perhaps to be compiled
@@ -35,7 +35,7 @@ async def router_processes(
 ) -> AsyncGenerator[str, None]:
     """Run the routers while the block runs; yields their common URL once all of them listen.
 
-    Raises InvalidSetting for a port that cannot be had, and WorkerNotStarted.
+    Raises InvalidSetting for a port that cannot be had, and RouterNotStarted.
     """
     host = settings.router.host
     # never listens: it keeps the port while routers come and go
@@ -60,7 +60,7 @@ class _Router:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return when it listens. Raises WorkerNotStarted."""
+        """Return when it listens. Raises RouterNotStarted."""
         await self._launch()
         self._watch = asyncio.create_task(self._keep_up())
 
@@ -92,9 +92,9 @@ class _Router:
             line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
         except TimeoutError:
             process.kill()
-            raise WorkerNotStarted(f"no router within {START_SECONDS} s") from None
+            raise RouterNotStarted(f"no router within {START_SECONDS} s") from None
         if not line:
-            raise WorkerNotStarted(f"a router ended with status {await process.wait()}")
+            raise RouterNotStarted(f"a router ended with status {await process.wait()}")
 
     async def _keep_up(self) -> None:
         while True:
@@ -102,7 +102,7 @@ class _Router:
             status = await self._process.wait()
             _logger.error("a router has ended with status %d and is started again", status)
             await asyncio.sleep(RESTART_SECONDS)
-            with contextlib.suppress(WorkerNotStarted):
+            with contextlib.suppress(RouterNotStarted):
                 await self._launch()
 
 

@@ -66,7 +66,7 @@ async def measure(bench: Bench, label: str, num_blocks: int) -> None:
     digest = fold(bench, log, num_blocks)
     async with broker() as url, NatsBus(url) as bus:
         await bus.declare_stream(events_stream())
-        await bus.declare_stream(decisions_stream(max_bytes=64 << 20))
+        await bus.declare_stream(decisions_stream())
         await publish(bus, log[:-TAIL_MESSAGES])
         status = await take_snapshot(bus)
         await publish(bus, log[-TAIL_MESSAGES:])

@@ -167,6 +167,7 @@ BAD_JSON: list[tuple[bytes, str, str]] = [
     (BASE + b',"cache_salt":1}', "cache_salt", "got `int`"),
     (BASE + b',"cache_salt":"' + b"s" * 4097 + b'"}', "cache_salt", "length"),
     (BASE + b',"max_candidates":0}', "max_candidates", ">= 1"),
+    (BASE + b',"require":"truth"}', "require", "invalid enum value"),
     (BASE + b',"max_candidates":1025}', "max_candidates", "<= 1024"),
     (BASE + b',"max_candidates":"8"}', "max_candidates", "got `str`"),
     (BASE + b',"extras":{}}', "extras", "expected `array"),
@@ -396,8 +397,10 @@ class TestHashes:
 
 class TestOctets:
     def test_everything_optional_stands_beside_them(self) -> None:
-        query = b"model=a%2Fb&lora=l+x&max_candidates=3"
-        expected = ScoreRequest("a/b", TOKENS, "l x", "s\u00e9", max_candidates=3)
+        query = b"model=a%2Fb&lora=l+x&max_candidates=3&require=exact"
+        expected = ScoreRequest(
+            "a/b", TOKENS, "l x", "s\u00e9", max_candidates=3, requires_exact=True
+        )
         assert from_octets(TOKENS, query, "s\u00e9".encode()) == expected
 
     def test_an_empty_salt_is_one(self) -> None:

@@ -133,6 +133,20 @@ class TestRoute:
         assert trusts == {"w1": Trust.degraded, "w2": Trust.exact, "w3": Trust.exact}
         assert answer.worker == "w2"
 
+    def test_a_request_may_require_an_exact_worker(self, fleet: Fleet) -> None:
+        fleet.tell("w1", skip=3)
+        fleet.holds("w1", PROMPT)
+        router = fleet.router()
+        assert router.route(a_request(PROMPT)).worker == "w1"
+        answer = router.route(a_request(PROMPT, requires_exact=True))
+        assert answer.worker in ("w2", "w3")
+        assert {score.worker for score in answer.candidates} == {"w2", "w3"}
+        fleet.tell("w2", skip=3)
+        fleet.tell("w3", skip=3)
+        with pytest.raises(NoCandidate, match="none of its workers is exact"):
+            router.route(a_request(PROMPT, requires_exact=True))
+        assert router.route(a_request(PROMPT)).worker
+
     def test_decisions_have_ids_that_differ_and_sort(self, fleet: Fleet) -> None:
         router = RouterUnderTest(fleet, StillFeed(), fleet.router().settings, True)
         router._new_id = router._timed_id

@@ -33,7 +33,8 @@ Invariants, kept by every kernel that returns:
 
 Every integer in here is a uint64: met by an int64, a key above 2**63 turns negative. These kernels
 call none outside this file, because numba's cache notices a change of the file it compiled, not of
-one that this calls into. numba is imported nowhere else; other kernels use `compiled`.
+one that this calls into. numba is imported here and in fence_kernel.py; other kernels use
+`compiled`.
 """
 
 import ctypes

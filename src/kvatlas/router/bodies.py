@@ -2,8 +2,9 @@
 
     JSON     {"model", "token_ids": [ids] | "token_ids_b64": base64 of u32 LE, ...}
     msgpack  {"model", "token_ids": [ids] | "tokens": u32 LE, ...}
-    both     "lora"?, "cache_salt"?, "extras"?: [{kind, id, offset, length}], "max_candidates"?
-    octets   u32 LE, ?model=&lora=&max_candidates=, x-kvatlas-cache-salt: of a header
+    both     "lora"?, "cache_salt"?, "extras"?: [{kind, id, offset, length}], "max_candidates"?,
+             "require"?: "exact"
+    octets   u32 LE, ?model=&lora=&max_candidates=&require=, x-kvatlas-cache-salt: of a header
 
 or, instead of tokens, salt and extras, the hashes of the prompt's full blocks, 16 bytes each:
 
@@ -42,6 +43,8 @@ Position = Annotated[int, Meta(ge=0, le=MAX_TOKEN)]
 Length = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
 NumCandidates = Annotated[int, Meta(ge=1, le=1024)]
 BlockTokens = Annotated[int, Meta(ge=1, le=MAX_BLOCK_TOKENS)]
+#: with `exact`, only workers of this trust are candidates
+Require = Literal["exact"]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
 _HEX_HASHES = "the chained hashes of the prompt's full blocks, 32 hex digits each"
 _PACKED_HASHES = "the same, 16 bytes each"
@@ -73,6 +76,7 @@ class ScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Salt | None = None
     extras: Annotated[list[ExtraBody], Meta(max_length=MAX_EXTRAS)] = []
     max_candidates: NumCandidates | None = None
+    require: Require | None = None
 
 
 class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,6 +95,7 @@ class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cache_salt: Salt | None = None
     extras: Annotated[list[ExtraBody], Meta(max_length=MAX_EXTRAS)] = []
     max_candidates: NumCandidates | None = None
+    require: Require | None = None
 
 
 class ScoreQuery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,6 +104,7 @@ class ScoreQuery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Name
     lora: Name | None = None
     max_candidates: NumCandidates | None = None
+    require: Require | None = None
 
 
 Form = Literal["json", "msgpack", "octets"]

@@ -152,13 +152,18 @@ class Candidates:
         """Return who may serve the request, less the avoided if others are left.
 
         Raises UnknownModel, InvalidRequest (an adapter that nobody has, hashes of unclear blocks)
-        and NoCandidate.
+        and NoCandidate (all only decode, or nobody is exact where that is required).
         """
         lineup = self._lineup(request.model, request.lora)
         prompt_tokens, hashed = request.num_tokens, request.hashed
         if hashed is not None:
             lineup = lineup.naming(hashed)
             prompt_tokens = _prompt_tokens(hashed, lineup.groups[0].descriptor)
+        if request.requires_exact:
+            doubtful = frozenset(v.instance for v in lineup.views if v.trust is not Trust.exact)
+            if len(doubtful) == len(lineup.views):
+                raise NoCandidate(request.model, "none of its workers is exact")
+            lineup = lineup.without(doubtful)
         if avoided:
             lineup = lineup.without(avoided)
         if hashed is not None:

@@ -76,6 +76,8 @@ class ScoreRequest(Struct, frozen=True):
     extras: tuple[Extra, ...] = ()
     max_candidates: int | None = None
     hashed: HashedPrompt | None = None
+    #: whether only workers whose trust is `exact` may serve it
+    requires_exact: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +158,7 @@ def _tokens_request(
         parsed.cache_salt,
         _extras(parsed.extras, num_tokens) if parsed.extras else (),
         parsed.max_candidates,
+        requires_exact=parsed.require == "exact",
     )
 
 
@@ -186,6 +189,7 @@ def _octets_request(
         asked.lora,
         None if salt is None else read_salt(salt),
         max_candidates=asked.max_candidates,
+        requires_exact=asked.require == "exact",
     )
 
 
@@ -213,6 +217,7 @@ def _hashed_request(
         parsed.lora,
         max_candidates=parsed.max_candidates,
         hashed=hashed,
+        requires_exact=parsed.require == "exact",
     )
 
 

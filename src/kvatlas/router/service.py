@@ -28,7 +28,15 @@ from kvatlas.router.policies import Choice, Policy, policy_named
 from kvatlas.router.pricing import NOTHING_HELD, TERMS
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
 from kvatlas.router.requests import Report, ScoreRequest
-from kvatlas.router.signals import MAX_CHAIN_BYTES, Done, Prefilled, Routed, Signal, new_router_id
+from kvatlas.router.signals import (
+    MAX_CHAIN_BYTES,
+    TIME_DIGITS,
+    Done,
+    Prefilled,
+    Routed,
+    Signal,
+    new_router_id,
+)
 from kvatlas.router.transfer_params import transfer_params
 from kvatlas.schemas.errors import NoCandidate, PromptTooLarge, UnknownDecision, UnknownModel
 from kvatlas.schemas.fleet import Trust
@@ -324,7 +332,9 @@ class RouterService:
 
     def _timed_id(self) -> str:
         """Return an id that sorts by time, names its router and is given by no other."""
-        return f"{self._wall_ns() // 1_000_000:012x}{self.router_id}{os.urandom(4).hex()}"
+        return (
+            f"{self._wall_ns() // 1_000_000:0{TIME_DIGITS}x}{self.router_id}{os.urandom(4).hex()}"
+        )
 
 
 def recorded_settings(settings: RouterSettings) -> dict[str, str | int | float]:

@@ -287,6 +287,10 @@ class SidecarEnded(Unavailable):
     """A sidecar ended before its worker did."""
 
 
+class RouterNotStarted(Unavailable):
+    """A router process did not begin to listen."""
+
+
 class WorkerNotStarted(Unavailable):
     """A reference worker ended, or did not introduce itself in time."""
 
