@@ -32,6 +32,8 @@ from kvatlas.schemas.ids import InstanceId
 TTL_SECONDS = 15.0
 RENEWALS_PER_TTL = 3
 RELEASE_SECONDS = 2.0
+#: pause after a renewal that the broker did not confirm
+RETRY_SECONDS = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +127,8 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(self._ttl_seconds / RENEWALS_PER_TTL)
+            pause = self._ttl_seconds / RENEWALS_PER_TTL
+            await asyncio.sleep(pause if self.is_held else min(pause, RETRY_SECONDS))
             try:
                 await self._renew()
             except Fenced as fenced:

@@ -58,6 +58,9 @@ from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import ControlRecord
 
+#: a broker that has not said where the log ends for this long may not take renewals either
+NO_LEADER_SECONDS = 2.0
+
 _logger = logging.getLogger(__name__)
 
 
@@ -449,7 +452,11 @@ class IndexService:
         return int(self._newest_ns + (time.monotonic() - self._newest_at) * 1e9)
 
     def _expire_leases(self) -> None:
-        due = self._lapses.due(self.state.alive(), self._bus.connected, time.monotonic())
+        # a cluster between two leaders takes no renewals, though we are connected to it
+        silent_seconds = time.monotonic() - self._heard_at
+        is_heard = silent_seconds < max(NO_LEADER_SECONDS, 4 * self._settings.poll_seconds)
+        is_connected = self._bus.connected and is_heard
+        due = self._lapses.due(self.state.alive(), is_connected, time.monotonic())
         for instance, epoch in due:
             self._handle(LeaseExpired(instance, epoch, time.time_ns(), self._name))
 
