@@ -100,7 +100,9 @@ class Publisher(Protocol):
 
     Accepted messages are stored in order per subject; after an error, a lost answer or a new
     connection, all of a subject that is not acknowledged is sent again in order before anything
-    newer, so a message may be stored twice but never after its first copy's successors only.
+    newer, so a message may be stored twice but never after its first copy's successors only. The
+    one exception: what the leader of a cluster swallowed while it was cut off is stored behind
+    what its successor got meanwhile.
     A message that the broker refuses for good is dropped, does not hold up its successors, and
     is reported once: by the next `publish` to its subject or by the next `flush`.
     """
