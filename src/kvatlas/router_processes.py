@@ -38,6 +38,9 @@ async def router_processes(
     Raises InvalidSetting for a port that cannot be had, and RouterNotStarted.
     """
     host = settings.router.host
+    # a port that somebody else shares could be bound once more, and its requests would be split
+    with bound_socket(host, settings.router.port, is_port_shared=False):
+        pass
     # never listens: it keeps the port while routers come and go
     with bound_socket(host, settings.router.port, is_port_shared=True) as keeper:
         port = keeper.getsockname()[1]

@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 
 from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.shared.publication import IndexPublication, Pulse
 from kvatlas.indexer.shared.reader import SharedIndexReader
+from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from testkit import shared_writer_main
+from testkit.builders import MODEL, a_batch, arrived, hashes, stored, up
+from testkit.indexes import tiny_index
 from testkit.shared_writer_main import CHAIN, NUM_BLOCKS
 from testkit.waiting import until
 
 pytestmark = pytest.mark.integration
+
+PULSE = Pulse(True, True, 0, 0.0, {})
 
 
 @contextmanager
@@ -95,3 +101,70 @@ def test_who_reads_nothing_says_so(tmp_path: Path) -> None:
     assert not reader.connected
     assert reader.match(CHAIN) == []
     assert reader.instances() == []
+
+
+def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = SharedArrays(tmp_path)
+    state = IndexState(tiny_index(arrays=arrays))
+    publication = IndexPublication(arrays, state, state)
+    reader = SharedIndexReader(tmp_path)
+    publication.pulse(PULSE)
+    with publication:
+        state.handle(arrived(a_batch(up(), stored(1))))
+    assert [match.num_blocks for match in reader.match(hashes(1))] == [1]
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(arrays, "write_file", no_room)
+    publication.pulse(PULSE)
+    with publication:
+        state.handle(arrived(a_batch(stored(2), seq=2), 2))
+    assert reader.match(hashes(1)) == []
+    monkeypatch.undo()
+    publication.pulse(PULSE)
+    assert [match.num_blocks for match in reader.match(hashes(1, 2))] == [2]
+    assert reader.num_retries == 0
+    arrays.close()
+
+
+def test_whatever_is_wrong_with_the_files_a_reader_answers(tmp_path: Path) -> None:
+    arrays = SharedArrays(tmp_path)
+    state = IndexState(tiny_index(arrays=arrays))
+    publication = IndexPublication(arrays, state, state)
+    publication.pulse(PULSE)
+    with publication:
+        state.handle(arrived(a_batch(up(), stored(1))))
+    [fleet] = tmp_path.glob("*.fleet.2")
+    [cells] = tmp_path.glob("*.cells.*")
+    whole = fleet.read_bytes()
+    for content in (b"", whole[:-1], b"\xc1", whole[:40] + b"\xff" * 20):
+        fleet.write_bytes(content)
+        assert SharedIndexReader(tmp_path).match(hashes(1)) == []
+    fleet.write_bytes(whole)
+    assert SharedIndexReader(tmp_path).match(hashes(1))
+    fleet.unlink()
+    assert SharedIndexReader(tmp_path).match(hashes(1)) == []
+    fleet.write_bytes(whole)
+    cells.write_bytes(b"")
+    assert SharedIndexReader(tmp_path).match(hashes(1)) == []
+    arrays.close()
+
+
+def test_a_writer_that_dies_within_a_change_is_not_waited_for(tmp_path: Path) -> None:
+    arrays = SharedArrays(tmp_path)
+    state = IndexState(tiny_index(arrays=arrays))
+    publication = IndexPublication(arrays, state, state)
+    reader = SharedIndexReader(tmp_path)
+    publication.pulse(PULSE)
+    with publication:
+        state.handle(arrived(a_batch(up(), stored(1))))
+    assert reader.serving(MODEL)
+    publication.__enter__()
+    started = time.monotonic()
+    assert reader.match(hashes(1)) == []
+    assert [view.instance for view in reader.serving(MODEL)] == [InstanceId("w1", 0)]
+    assert time.monotonic() - started < 5.0
+    arrays.close()

@@ -40,7 +40,13 @@ from kvatlas.events.nats_consumer import PushConsumer
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
 from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name, chunks_of
-from kvatlas.schemas.errors import BusUnavailable, NoResponder, NotFound, StreamRefused
+from kvatlas.schemas.errors import (
+    BusUnavailable,
+    InvalidSubject,
+    NoResponder,
+    NotFound,
+    StreamRefused,
+)
 
 #: larger chunks keep the event loop longer; half of what a broker takes by default at most
 CHUNK_BYTES = 256 << 10
@@ -76,6 +82,15 @@ class _Found(NamedTuple):
     #: of the message that made it an object
     stream_sequence: int
     stored_ns: int
+
+
+def _is_ours(name: str) -> bool:
+    """Say whether an object can be asked for; a bucket may hold what others have put there."""
+    try:
+        check_name(name)
+    except InvalidSubject:
+        return False
+    return True
 
 
 class NatsObjects:
@@ -132,7 +147,11 @@ class NatsObjects:
     async def entries(self) -> list[ObjectEntry]:
         subjects = await self._subjects(self._metas)
         found = [await self._meta_at(subject) for subject in subjects]
-        there = [each for each in found if each is not None and not each.meta.deleted]
+        there = [
+            each
+            for each in found
+            if each is not None and not each.meta.deleted and _is_ours(each.meta.name)
+        ]
         return [
             ObjectEntry(each.meta.name, each.meta.size, each.stored_ns)
             for each in sorted(there, key=lambda each: -each.stream_sequence)

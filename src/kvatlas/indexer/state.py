@@ -379,6 +379,8 @@ class IndexState:
         if record.kind != "expired" and record.epoch > instance.epoch:
             self._order.begin(instance.id, record.epoch)
             self._begin(instance, record.epoch)
+            # who is known by what others say of it has said something that this reader has not seen
+            self._damage(instance, Damage.unknown_history, "known by a record only", effects)
         match record.kind:
             case "expired":
                 self._end(instance, record.epoch, f"expired: {record.reason}")

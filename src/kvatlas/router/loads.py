@@ -9,6 +9,7 @@ prediction end there and never add up. Pure: callers pass the time in seconds of
 """
 
 from collections import OrderedDict
+from collections.abc import Set
 
 from msgspec import Struct
 
@@ -206,9 +207,14 @@ class Loads:
         request = self._requests.get(request_id)
         return None if request is None else request.instance
 
-    def forget_origin(self, origin: str) -> int:
-        """Stop counting what another router gave; return how many requests that were."""
-        given = [name for name, each in self._requests.items() if each.origin == origin]
+    def is_prefilled(self, request_id: str) -> bool:
+        """Say whether the end of a counted request's prefill has been told."""
+        request = self._requests.get(request_id)
+        return request is not None and request.is_prefilled
+
+    def forget_origins(self, origins: Set[str]) -> int:
+        """Stop counting what other routers gave; return how many requests that were."""
+        given = [name for name, each in self._requests.items() if each.origin in origins]
         for name in given:
             request = self._requests.pop(name)
             if worker := self._worker_of(request):

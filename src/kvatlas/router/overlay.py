@@ -65,6 +65,8 @@ class Overlay:
     def expect(self, decision_id: str, life: Life, chain: bytes, now: float) -> None:
         """Take it that the instance will soon hold the chain."""
         self._expire(now)
+        if decision_id in self._entries:  # told twice
+            self._drop(decision_id)
         if not chain or not self._life_seconds:
             return
         entry = _Entry(decision_id, life, chain, now + self._life_seconds)

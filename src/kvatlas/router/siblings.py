@@ -20,9 +20,11 @@ from kvatlas.events.subjects import ROUTERS, router_subject
 from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Loads
 from kvatlas.router.overlay import Overlay
+from kvatlas.router.requests import Report
 from kvatlas.router.signals import (
     MAX_DECISION_ID,
     Alive,
+    Asked,
     Done,
     Joined,
     Prefilled,
@@ -51,6 +53,8 @@ MAX_RETOLD = 10_000
 MAX_WAITING = 10_000
 #: how long another router may take to find a decision of its own
 ASK_SECONDS = 1.0
+#: routers that are heard; more are none of this fleet
+MAX_SIBLINGS = 1_024
 
 _logger = logging.getLogger(__name__)
 
@@ -87,11 +91,16 @@ class SiblingState:
         """Count what another router says; return what it has to be told in turn."""
         if router == self.router_id:
             return []
+        is_news = router not in self._heard
+        if is_news and len(self._heard) >= MAX_SIBLINGS:
+            return []
         self._heard[router] = now
         self.num_taken += 1
         match signal:
             case Joined():
-                return list(self._own.values())
+                return self._under_way()
+            case Asked(asked):
+                return self._under_way() if asked == self.router_id else []
             case Routed():
                 self._routed(router, signal, now)
             case Prefilled(decision_id, report):
@@ -100,15 +109,30 @@ class SiblingState:
                 self._done(signal, now)
             case Alive():
                 pass
-        return []
+        # of a router that was silent, or here before us, what it gave meanwhile is unknown
+        return [Asked(router)] if is_news else []
 
     def sweep(self, now: float) -> None:
-        """Forget routers that are silent, and what they gave."""
-        for router in [r for r, at in self._heard.items() if at + SILENCE_SECONDS < now]:
-            del self._heard[router]
-            num_requests = self._loads.forget_origin(router)
+        """Forget routers that are silent and what they gave, and own requests that have expired."""
+        silent = {router for router, at in self._heard.items() if at + SILENCE_SECONDS < now}
+        if silent:
+            for router in silent:
+                del self._heard[router]
+            num_requests = self._loads.forget_origins(silent)
             self.num_forgotten += num_requests
-            _logger.info("router %s is silent: its %d requests count no more", router, num_requests)
+            _logger.info("silent: %s; %d requests count no more", sorted(silent)[:8], num_requests)
+        for name in [name for name in self._own if self._loads.instance_of(name) is None]:
+            del self._own[name]
+
+    def _under_way(self) -> list[Signal]:
+        """Return what says of all own requests where they are and how far."""
+        told: list[Signal] = []
+        for name, routed in self._own.items():
+            if self._loads.instance_of(name) is not None:
+                told.append(routed)
+                if self._loads.is_prefilled(name):
+                    told.append(Prefilled(name, Report()))
+        return told
 
     def _routed(self, router: str, signal: Routed, now: float) -> None:
         instance = InstanceId(signal.worker, signal.rank)

@@ -25,10 +25,18 @@ MAX_DECISION_ID = 128
 #: bytes of a chain that travel: a longer prompt is predicted up to here
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_SIGNAL_BYTES = 64 * 1024
+#: of tokens and blocks in a plan
+MAX_NUMBER = 100_000_000
 
 
 class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """A router has started and knows of no request."""
+
+
+class Asked(Struct, frozen=True, array_like=True, tag="asked"):
+    """A router has not heard of another for a while, which shall tell what is under way."""
+
+    router: Annotated[str, Meta(max_length=64)]
 
 
 class Alive(Struct, frozen=True, array_like=True, tag="alive"):
@@ -62,7 +70,7 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     report: Report
 
 
-Signal = Joined | Alive | Routed | Prefilled | Done
+Signal = Joined | Asked | Alive | Routed | Prefilled | Done
 
 
 class Envelope(Struct, frozen=True, array_like=True):
@@ -90,9 +98,16 @@ def decode_signal(payload: bytes) -> Envelope:
         envelope = _decoder.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedSignal(str(error)) from None
+    if isinstance(envelope.signal, Routed) and not _is_sane(envelope.signal.plan):
+        raise MalformedSignal("a plan of impossible numbers")
     if envelope.v != SIGNALS_VERSION:
         raise MalformedSignal(f"version {envelope.v}, expected {SIGNALS_VERSION}")
     return envelope
+
+
+def _is_sane(plan: Plan) -> bool:
+    numbers = [plan.reuse_blocks, plan.compute_tokens, *(step.num_blocks for step in plan.pulls)]
+    return 0 < plan.block_tokens <= MAX_NUMBER and all(0 <= each <= MAX_NUMBER for each in numbers)
 
 
 def new_router_id() -> str:

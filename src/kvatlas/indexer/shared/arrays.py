@@ -45,9 +45,8 @@ class SharedArrays:
             raise InvalidSetting(
                 "indexer.shared_folder", str(folder), "another index writes here"
             ) from None
-        for old in folder.iterdir():
-            if old.name not in ("lock", h.FILE):
-                old.unlink(missing_ok=True)
+        #: what an earlier writer left; readers may need it until our header is there
+        self._left = [old for old in folder.iterdir() if old.name not in ("lock", h.FILE)]
         self._token = secrets.randbits(63)
         self.header = h.create_header(folder / f"{self._token:016x}.{h.FILE}")
         self.header[h.TOKEN] = self._token
@@ -94,11 +93,17 @@ class SharedArrays:
             self._is_announced = True
             mine = self._folder / f"{self._token:016x}.{h.FILE}"
             mine.replace(self._folder / h.FILE)
+            for old in self._left:
+                old.unlink(missing_ok=True)
 
     def write_file(self, name: str, generation: int, content: bytes) -> None:
         """Write a file that readers find by its generation, before they are told of it."""
         path = self._folder / f"{self._token:016x}.{name}.{generation}"
-        path.write_bytes(content)
+        try:
+            path.write_bytes(content)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         # who has read the header before the last one may still open the one before this
         old = self._folder / f"{self._token:016x}.{name}.{generation - 2}"
         old.unlink(missing_ok=True)
@@ -149,6 +154,9 @@ class MappedArrays:
         kind, columns = _SHAPES[name]
         shape = (num_lines, columns) if columns else (num_lines,)
         with (self._folder / file).open("rb") as opened:
+            num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+            if os.fstat(opened.fileno()).st_size < num_bytes:
+                raise ValueError(f"{file} is shorter than its {num_bytes} bytes")
             region = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         address = np.frombuffer(region, np.uint8).ctypes.data
         # kernels are compiled for arrays that may be written to; this memory may not, and would say

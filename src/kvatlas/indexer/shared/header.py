@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer.fence_kernel import HEADER_WORDS
+from kvatlas.schemas.errors import IndexFull
 
 U64 = NDArray[np.uint64]
 
@@ -37,7 +38,12 @@ def create_header(path: Path) -> U64:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.ftruncate(descriptor, HEADER_BYTES)
+        if hasattr(os, "posix_fallocate"):  # or the first write would be a SIGBUS
+            os.posix_fallocate(descriptor, 0, HEADER_BYTES)
         header = np.frombuffer(mmap.mmap(descriptor, HEADER_BYTES), np.uint64)
+    except OSError as error:
+        path.unlink()
+        raise IndexFull(f"no room for the header of a shared index: {error}") from error
     finally:
         os.close(descriptor)
     header[FORMAT_WORD] = FORMAT

@@ -5,6 +5,7 @@ with publication:          the version is odd, readers wait or try again
                            before it ends: stream sequence, and the fleet if it has changed
 """
 
+import logging
 import time
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -22,6 +23,8 @@ from kvatlas.indexer.shared.arrays import SharedArrays
 #: the longest that the writer waits for readers that ask it to
 MAX_PAUSE_NS = 5_000_000
 PAUSE_STEP_SECONDS = 20e-6
+
+_logger = logging.getLogger(__name__)
 
 
 class PublishedFleet(Struct, frozen=True, array_like=True):
@@ -80,11 +83,13 @@ class IndexPublication:
         trace: TracebackType | None,
     ) -> None:
         """End it: what readers see from now on is of one stream sequence."""
-        # until it is ready nobody is answered, and each new instance would cost a list of all
-        if self._index.fleet_version != self._fleet_version and self._header[h.IS_READY]:
-            self._write_fleet()
-        self._header[h.STREAM_SEQUENCE] = self._index.stream_sequence
-        fence_kernel.close_window(self._header)
+        try:
+            # until it is ready nobody is answered, and each new instance would cost a list of all
+            if self._index.fleet_version != self._fleet_version and self._header[h.IS_READY]:
+                self._write_fleet()
+            self._header[h.STREAM_SEQUENCE] = self._index.stream_sequence
+        finally:
+            fence_kernel.close_window(self._header)
 
     def pulse(self, pulse: Pulse) -> None:
         """Give a sign of life, and bring counts and digests of the fleet up to date."""
@@ -103,8 +108,8 @@ class IndexPublication:
             self._header[h.IS_ENDED] = 1
 
     def _write_fleet(self) -> None:
+        """Write who holds which number; without room for that readers are told to know nobody."""
         self._fleet_version = self._index.fleet_version
-        self._generation += 1
         content = self._encode(
             PublishedFleet(
                 self._index.stream_sequence,
@@ -115,7 +120,14 @@ class IndexPublication:
                 self._convergence_ms,
             )
         )
-        self._arrays.write_file("fleet", self._generation, content)
+        try:
+            self._arrays.write_file("fleet", self._generation + 1, content)
+        except OSError as error:
+            # the next pulse tries again
+            self._header[h.FLEET_GENERATION] = 0
+            _logger.error("readers of the shared index know nobody: %s", error)
+            return
+        self._generation += 1
         self._header[h.FLEET_GENERATION] = self._generation
         self._header[h.FLEET_BYTES] = len(content)
         self._header[h.FLEET_VERSION] = self._fleet_version

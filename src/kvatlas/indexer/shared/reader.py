@@ -8,6 +8,7 @@ anything until a writer is back. A new writer in the same folder is found by the
 """
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -45,9 +46,11 @@ LOST_SECONDS = 3.0
 PATIENT_ATTEMPTS = 3
 #: how long the writer is asked to wait, again at each further attempt
 PAUSE_NS = 2_000_000
-#: no change takes longer; beyond it the writer died in one
-MAX_WINDOW_SECONDS = 10.0
+#: a change that takes longer (a sweep of everything, or the writer's death in it) is not waited for
+MAX_WINDOW_SECONDS = 0.5
 RETRY_SECONDS = 20e-6
+
+_logger = logging.getLogger(__name__)
 
 
 class AttachedState:
@@ -71,6 +74,8 @@ class AttachedState:
         self._pause = fence_kernel.FIRST_PAUSE + os.getpid() % 16
         #: answers that had to be asked for again
         self.num_retries = 0
+        #: the header whose files could not be read
+        self._complained_of = 0
         self._find_writer()
 
     # --- how the writer is doing ---------------------------------------------------------------
@@ -109,13 +114,15 @@ class AttachedState:
         return self._consistently(lambda: self._named.holders(block_hash), [])
 
     def instances(self) -> list[InstanceView]:
-        return self._consistently(lambda: list(self._views.values()), [])
+        return self._consistently(lambda: list(self._views.values()), list(self._views.values()))
 
     def instance(self, instance: InstanceId) -> InstanceView | None:
-        return self._consistently(lambda: self._views.get(instance), None)
+        return self._consistently(lambda: self._views.get(instance), self._views.get(instance))
 
     def serving(self, model: str) -> list[InstanceView]:
-        return self._consistently(lambda: self._serving.get(model, []), [])
+        return self._consistently(
+            lambda: self._serving.get(model, []), self._serving.get(model, [])
+        )
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
         raise NotAnsweredHere("the radix tree: ask the index that this router reads")
@@ -131,7 +138,7 @@ class AttachedState:
         return {} if self._fleet is None else self._fleet.convergence_ms
 
     def _published(self) -> PublishedFleet:
-        found = self._consistently(lambda: self._fleet, None)
+        found = self._consistently(lambda: self._fleet, self._fleet)
         if found is None:
             raise IndexUnavailable("no index has been published yet")
         return found
@@ -139,7 +146,10 @@ class AttachedState:
     # --- consistency -----------------------------------------------------------------------------
 
     def _consistently(self, ask: Callable[[], T], nothing: T) -> T:
-        """Return what `ask` says of one state of the index; `nothing` where there is no state."""
+        """Return what `ask` says of one state of the index; `nothing` where there is no state.
+
+        Who the workers are is believed from before then; what they hold is not.
+        """
         if self.is_lost and self._header[fence_kernel.VERSION] & np.uint64(1):
             return nothing
         attempts, give_up_at = 0, 0.0
@@ -171,10 +181,11 @@ class AttachedState:
             if not self._follow():
                 return bool(fence_kernel.is_unchanged(header, version)), nothing
             answer = ask()
-        except (FileNotFoundError, KeyError, IndexError, ValueError, msgspec.DecodeError):
+        except (OSError, KeyError, IndexError, ValueError, msgspec.DecodeError) as error:
             # half of a change: files that are gone, numbers that stand for nobody
             if fence_kernel.is_unchanged(header, version):
-                raise
+                self._complain(error)
+                return True, nothing
             return False, nothing
         return bool(fence_kernel.is_unchanged(header, version)), answer
 
@@ -188,12 +199,20 @@ class AttachedState:
             self._attached.take(header, self._arrays.follow(header))
             self._layout = layout
         generation = int(header[h.FLEET_GENERATION])
+        if generation == 0:
+            return False  # its writer has no room to say who is who
         if generation != self._fleet_generation:
             token = int(header[h.TOKEN])
             content = (self._folder / f"{token:016x}.fleet.{generation}").read_bytes()
             self._take_fleet(self._decode(content[: int(header[h.FLEET_BYTES])]))
             self._fleet_generation = generation
         return self._fleet is not None
+
+    def _complain(self, error: Exception) -> None:
+        """Say once what is wrong with the files of a writer."""
+        if self._complained_of != self._file:
+            self._complained_of = self._file
+            _logger.error("the shared index in %s cannot be read: %s", self._folder, error)
 
     def _take_fleet(self, fleet: PublishedFleet) -> None:
         self._fleet = fleet

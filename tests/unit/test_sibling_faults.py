@@ -1,0 +1,104 @@
+"""What announcements must not do: repeat, lie, come late or come from too many."""
+
+import pytest
+
+from kvatlas.router.requests import Report
+from kvatlas.router.siblings import MAX_SIBLINGS, SILENCE_SECONDS, SiblingState
+from kvatlas.router.signals import (
+    Alive,
+    Asked,
+    Done,
+    Joined,
+    Prefilled,
+    Routed,
+    decode_signal,
+    encode_signal,
+)
+from kvatlas.schemas.errors import MalformedSignal
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import Plan
+from testkit.builders import hashes
+from testkit.fleet import MODEL, Fleet, RouterUnderTest, a_prompt, a_request
+
+CHAIN = hashes(*range(1, 21))
+
+
+def a_router() -> tuple[RouterUnderTest, SiblingState]:
+    fleet = Fleet()
+    fleet.up("w1")
+    router = fleet.router(counts_ids=False)
+    return router, SiblingState("me", router.loads, router.overlay, router.failures)
+
+
+def routed(name: str, compute_tokens: int = 320) -> Routed:
+    plan = Plan(16, 0, (), compute_tokens)
+    return Routed(name, MODEL, "w1", 0, 1, plan, 0.0, CHAIN)
+
+
+def in_flight(router: RouterUnderTest) -> int:
+    load = router.load_of(InstanceId("w1", 0))
+    return load.in_flight if load else 0
+
+
+def test_a_decision_that_is_told_again_after_its_end_leaves_nothing_behind() -> None:
+    router, state = a_router()
+    for signal in (routed("d"), Done("d", Report()), routed("d"), Done("d", Report())):
+        state.take("other", signal, 0.0)
+    assert len(router.overlay) == 1
+    router.clock.advance(60.0)
+    router.route(a_request(a_prompt(320)))
+    assert router.overlay.num_bytes == 16 * 20  # of this request's own chain
+    assert in_flight(router) == 1
+
+
+def test_expired_requests_are_not_told_to_who_joins() -> None:
+    router, state = a_router()
+    state.said(routed("lost"))
+    router.route(a_request(a_prompt(320)))
+    assert state.take("new", Joined(), 0.0) == []
+
+
+def test_how_far_a_request_is_is_told_with_it() -> None:
+    router, state = a_router()
+    router.say = state.said
+    answer = router.route(a_request(a_prompt(320)))
+    router.prefilled(answer.decision_id, Report())
+    told = state.take("new", Joined(), 0.0)
+    assert [type(each) for each in told] == [Routed, Prefilled]
+
+
+def test_a_router_that_was_silent_is_asked_what_it_gave() -> None:
+    router, state = a_router()
+    assert state.take("other", routed("d"), 0.0) == [Asked("other")]
+    assert state.take("other", Alive(), 1.0) == []
+    state.sweep(2.0 + SILENCE_SECONDS)
+    assert in_flight(router) == 0
+    assert state.take("other", Alive(), 60.0) == [Asked("other")]
+    state.take("other", routed("d"), 60.0)
+    assert in_flight(router) == 1
+
+
+def test_who_is_asked_tells_and_others_do_not() -> None:
+    router, state = a_router()
+    router.say = state.said
+    router.route(a_request(a_prompt(320)))
+    state.take("other", Alive(), 0.0)
+    assert len(state.take("other", Asked("me"), 0.0)) == 1
+    assert state.take("other", Asked("somebody"), 0.0) == []
+
+
+def test_only_so_many_routers_are_heard() -> None:
+    router, state = a_router()
+    for n in range(MAX_SIBLINGS + 50):
+        state.take(f"r{n}", routed(f"d{n}"), 0.0)
+    assert state.num_siblings == MAX_SIBLINGS
+    assert in_flight(router) == MAX_SIBLINGS
+    state.sweep(1.0 + SILENCE_SECONDS)
+    assert (state.num_siblings, in_flight(router)) == (0, 0)
+
+
+@pytest.mark.parametrize("compute_tokens", [-1, 10**12])
+def test_impossible_plans_are_refused(compute_tokens: int) -> None:
+    payload = encode_signal("other", routed("d", compute_tokens))
+    with pytest.raises(MalformedSignal, match="impossible"):
+        decode_signal(payload)
