@@ -13,6 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'kvatlas[cli]'", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before a command could deal with it
+        return 130
     return run_command(arguments)
 
 

@@ -101,6 +101,8 @@ def test_who_reads_nothing_says_so(tmp_path: Path) -> None:
     assert not reader.connected
     assert reader.match(CHAIN) == []
     assert reader.instances() == []
+    assert str(tmp_path) in reader.why_not_ready
+    assert "kvatlas indexer" in reader.why_not_ready
 
 
 def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(

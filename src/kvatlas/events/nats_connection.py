@@ -283,7 +283,9 @@ class NatsConnection:
                 first.set_exception(InvalidSetting("credentials", "the broker", "it refuses them"))
             self._failures += 1
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            _logger.log(level, "broker: %s", str(error) or type(error).__name__)
+            trying = "; trying on" if not first.done() else ""
+            problem = str(error) or type(error).__name__
+            _logger.log(level, "broker %s: %s%s", self._where, problem, trying)
         else:
             _logger.error("a callback of the bus failed", exc_info=error)
 

@@ -229,6 +229,14 @@ class IndexService:
         """Whether everything that was in the log when the service started is folded in."""
         return self._ready.is_set()
 
+    @property
+    def why_not_ready(self) -> str:
+        """How far it has come."""
+        behind = self.lag.stream_sequences
+        at = f"at {self.state.stream_sequence} of the stream, {behind} behind"
+        away = "" if self.connected else "; the broker is away"
+        return f"the index is catching up: {at}{away}"
+
     async def wait_ready(self) -> None:
         """Return when ready."""
         await self._ready.wait()

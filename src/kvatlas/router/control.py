@@ -113,12 +113,7 @@ def control_routes(
         feed, age = service.feed, _age(service)
         if feed.is_ready:
             return _json(Readiness("ready", age.stream_sequence, age.index_age_ms, age.connected))
-        why = problem(
-            503,
-            f"the index is catching up: at {age.stream_sequence} of the stream, "
-            f"{feed.lag.stream_sequences} behind"
-            + ("" if feed.connected else "; the broker is away"),
-        )
+        why = problem(503, feed.why_not_ready)
         return Response(why.encoded(), 503, headers_of(503), MEDIA_TYPE)
 
     @routes.get("/metrics", summary="Prometheus metrics", responses=_text())

@@ -87,6 +87,11 @@ class IndexFeed(Protocol):
         """How far the index is behind, in messages of the log and in time."""
         ...
 
+    @property
+    def why_not_ready(self) -> str:
+        """What it waits for; means nothing once it is ready."""
+        ...
+
     def convergence_ms(self) -> dict[str, float]:
         """Time from the broker's store to the index: p50, p99, max; empty before any message."""
         ...

@@ -5,6 +5,7 @@ as KVATLAS_SECTION__KEY, on the command line as `--set section.key=value`. A key
 exist, or a value out of range, is an InvalidSetting that names key, source and what is allowed.
 """
 
+import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -214,10 +215,22 @@ def load_settings(
     known = settings_by_key()
     for key, item in found.items():
         if key not in known:
-            raise InvalidSetting(key, item.source, f"unknown; known are {', '.join(sorted(known))}")
+            raise InvalidSetting(key, item.source, f"unknown; {_alike(key, known)}")
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = _convert(key, item, known[key])
     return msgspec.convert(sections, Settings)
+
+
+def _alike(key: str, known: Iterable[str]) -> str:
+    """Return what a key may have been meant to be: one near it, or what its section has."""
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"did you mean {near[0]}?"
+    section = key.partition(".")[0]
+    siblings = sorted(each for each in known if each.startswith(f"{section}."))
+    if siblings:
+        return f"known are {', '.join(siblings)}"
+    sections = sorted({each.partition(".")[0] for each in known})
+    return f"known sections are {', '.join(sections)}"
 
 
 def variable_of(key: str) -> str:

@@ -260,7 +260,11 @@ class Sidecar:
         self._work.set()
 
     def _on_fenced(self, fenced: Fenced) -> None:
-        _logger.error("%s; this one stops", fenced)
+        _logger.error(
+            "%s: another process runs under this worker's name, which has to be unique; "
+            "this one stops",
+            fenced,
+        )
         self.stop(FENCED)
 
     async def _watch_control(self) -> None:

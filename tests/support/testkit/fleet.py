@@ -37,6 +37,7 @@ class StillFeed:
     def __init__(self, connected: bool = True, is_ready: bool = True) -> None:
         self.connected, self.is_ready = connected, is_ready
         self.lag = Lag(0, 0.0)
+        self.why_not_ready = "the index is catching up"
 
     def convergence_ms(self) -> dict[str, float]:
         return {}

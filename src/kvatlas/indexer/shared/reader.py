@@ -81,6 +81,11 @@ class AttachedState:
     # --- how the writer is doing ---------------------------------------------------------------
 
     @property
+    def folder(self) -> Path:
+        """Where the writer's files are."""
+        return self._folder
+
+    @property
     def header(self) -> NDArray[np.uint64]:
         """The shared page; zero before there is a writer."""
         return self._header
@@ -260,6 +265,16 @@ class SharedIndexReader:
         return not (self._state.is_lost and self._state.fleet_version == 0) and bool(
             self._state.header[h.IS_READY]
         )
+
+    @property
+    def why_not_ready(self) -> str:
+        """What it waits for."""
+        if self._state.is_lost:
+            return (
+                f"no index is written in {self._state.folder}: "
+                "start `kvatlas indexer` with the same indexer.shared_folder"
+            )
+        return f"the shared index is catching up: at {self._state.stream_sequence} of the stream"
 
     @property
     def connected(self) -> bool:
