@@ -223,7 +223,7 @@ def load_settings(
 
 def _alike(key: str, known: Iterable[str]) -> str:
     """Return what a key may have been meant to be: one near it, or what its section has."""
-    if near := difflib.get_close_matches(key, known, n=1):
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
         return f"did you mean {near[0]}?"
     section = key.partition(".")[0]
     siblings = sorted(each for each in known if each.startswith(f"{section}."))
