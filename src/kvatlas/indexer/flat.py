@@ -154,11 +154,11 @@ class FlatRadixIndex:
             check_packed(hashes)
         if instance not in self._live:
             raise UnknownInstance(instance)
-        slot = instance, _TIER_NUMBERS[tier]
-        num_new, position = kernel.store(parent, hashes, 0, *slot, self._handle)
+        number = _TIER_NUMBERS[tier]
+        num_new, position = kernel.store(parent, hashes, 0, instance, number, self._handle)
         while position * BLOCK_HASH_BYTES < len(hashes):
             self._make_room()
-            more, position = kernel.store(parent, hashes, position, *slot, self._handle)
+            more, position = kernel.store(parent, hashes, position, instance, number, self._handle)
             num_new += more
         return int(num_new)
 
@@ -185,11 +185,11 @@ class FlatRadixIndex:
             check_packed(hashes)
         if instance not in self._live:
             raise UnknownInstance(instance)
-        slot = instance, _TIER_NUMBERS[tier]
-        num_held, position = kernel.remove(hashes, 0, *slot, self._handle)
+        number = _TIER_NUMBERS[tier]
+        num_held, position = kernel.remove(hashes, 0, instance, number, self._handle)
         while position * BLOCK_HASH_BYTES < len(hashes):
             self._sweep(is_bounded=False)
-            more, position = kernel.remove(hashes, position, *slot, self._handle)
+            more, position = kernel.remove(hashes, position, instance, number, self._handle)
             num_held += more
         return int(num_held)
 
