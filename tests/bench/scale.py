@@ -7,8 +7,9 @@ Blocks: from 10^5 to as many as fit into 12 GiB, or into what this machine has t
 in all of them. An event is 64 encoded blocks until the index is changed. A match asks for 2,048
 blocks that 16 workers hold, another chain each time, so that in a large table most of its blocks
 come from memory and not from a cache; `match again` asks for one chain over and over. Figures are
-microseconds. An exponent is the slope of a line through log(time) over log(size): 0 says that cost
-is constant, 1 that it is linear. There is no peer; every bench takes `--peer`.
+microseconds. Readers: one and two processes match in shared memory for 5 s, beside a writer that
+folds 1,000 events/s. An exponent is the slope of a line through log(time) over log(size): 0 says
+that cost is constant, 1 that it is linear. There is no peer; every bench takes `--peer`.
 """
 
 import sys
@@ -33,6 +34,7 @@ from testkit.measuring import Bench, pin_to_one_cpu
 from testkit.measuring.bench import OURS
 from testkit.measuring.index_ours import applier, with_workers
 from testkit.measuring.index_plans import HASH_BYTES
+from testkit.measuring.scale_readers import read_beside_a_writer
 from testkit.measuring.timing import mean_us_over
 
 MAX_BYTES = 12 << 30
@@ -52,6 +54,7 @@ random = np.random.default_rng(1)
 def main() -> None:
     """Measure all three directions of growth."""
     bench = Bench("scale", __doc__)
+    with_more_readers(bench)
     pin_to_one_cpu()
     bench.gate("a chain in a full table is found by all of its holders", finds_all_holders())
     with_more_tiers(bench)
@@ -81,6 +84,23 @@ class Costs(NamedTuple):
 
 
 # --- directions -------------------------------------------------------------------------------
+
+
+def with_more_readers(bench: Bench) -> None:
+    """Measure matches of one and of two reader processes beside a writer, on all cores."""
+    matches: dict[int, int] = {}
+    for num_readers in (1, 2):
+        reads = read_beside_a_writer(num_readers, 1.0 if bench.is_quick else 5.0)
+        matches[num_readers] = sum(read.matches for read in reads)
+        bench.figure(
+            "readers",
+            readers=num_readers,
+            matches=matches[num_readers],
+            retries=sum(read.retries for read in reads),
+            p50_us=max(read.p50_us for read in reads),
+            p99_us=max(read.p99_us for read in reads),
+        )
+    bench.absolute("matches_of_2_readers_over_1", matches[2] / matches[1])
 
 
 def with_more_blocks(bench: Bench) -> None:
