@@ -155,7 +155,7 @@ async def test_a_sidecar_runs_apart_from_its_engine(tmp_path: Path) -> None:
     [
         (["router"], 1, "nats.url"),
         (["archive", "--nats", "nats://127.0.0.1:1"], 1, "archive.url"),
-        (["serve", "--set", "router.prot=1"], 1, "unknown; known are"),
+        (["serve", "--set", "router.prot=1"], 1, "did you mean router.port?"),
         (["serve", "--set", "router.port"], 1, "SECTION.KEY=VALUE"),
         (["serve", "--port", "0", "--policy", "best"], 1, "no policy 'best'; known:"),
         (["serve", "--archive", "nonsense://x"], 1, "known databases are sqlite"),
