@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,12 +19,15 @@ from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
 from kvatlas.indexer.budgets import BudgetSettings
+from kvatlas.indexer.fence_kernel import VERSION
 from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.state import IndexState
-from kvatlas.schemas.errors import StreamRefused
+from kvatlas.schemas.errors import IndexUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.kv_events import ControlRecord, EventBatch
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import ControlRecord, EventBatch, WorkerDown
 from testkit.builders import MODEL, a_batch, digests, hashes, inventory, stored, subject_of, up
 from testkit.bus import Collected, eventually
 
@@ -475,3 +480,48 @@ async def test_no_clock_of_a_worker_is_believed(bus: MemoryBus) -> None:
         assert (view.trust, view.seq) == (Trust.exact, 4)
         assert abs(view.last_event_ns - time.time_ns()) < 60e9
         assert service.convergence_ms()["max"] < 60_000
+
+
+async def test_a_tree_is_a_change_for_who_reads_the_same_memory(
+    bus: MemoryBus, tmp_path: Path
+) -> None:
+    """It sweeps what forgotten instances left; unannounced, readers would believe half of that."""
+    shared = SharedArrays(tmp_path)
+    state = IndexState(FlatRadixIndex(arrays=shared))
+    async with IndexService(bus, state, settings=FAST, shared=shared) as service:
+        await publish(bus, a_batch(up(), stored(1, 2)), a_batch(up(), stored(1), worker="w2"))
+        await publish(bus, a_batch(WorkerDown("end"), worker="w2", seq=2))
+        await eventually(lambda: service.state.stream_sequence == 3)
+        before = int(shared.header[VERSION])
+        [run] = service.index.tree(3, 8)
+        assert (run.num_blocks, run.holders) == (2, (W1,))
+        assert int(shared.header[VERSION]) == before + 2
+        reader = SharedIndexReader(tmp_path)
+        assert [match.num_blocks for match in reader.match(hashes(1, 2))] == [2]
+    shared.close()
+
+
+async def test_while_the_index_is_counted_nothing_reorders_it(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = msgspec.structs.replace(FAST, audit_seconds=0.01)
+    begun, may_end = threading.Event(), threading.Event()
+    async with a_service(bus, settings) as service:
+        await publish(bus, a_batch(up(), stored(1)))
+        await eventually(is_exact(service))
+        audit = service.state.audit
+
+        def slow_audit() -> tuple[tuple[InstanceId, Tier], ...]:
+            begun.set()
+            may_end.wait(10)
+            return audit()
+
+        monkeypatch.setattr(service.state, "audit", slow_audit)
+        await eventually(begun.is_set)
+        with pytest.raises(IndexUnavailable, match="counted anew"):
+            service.index.tree(3, 8)
+        await publish(bus, a_batch(stored(2), seq=2))
+        assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [1]
+        may_end.set()
+        await eventually(lambda: service.state.stream_sequence == 2)
+        assert service.state.stats().audit_failures == 0

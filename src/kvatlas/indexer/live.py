@@ -4,7 +4,8 @@ The fold knows `exact`, `degraded` and `gone`. A live reader adds `catching_up` 
 seen the log to its end, and `stale` for who has been silent for too long; the worst of all counts.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
@@ -18,10 +19,17 @@ SILENT = "silent"
 
 
 class LiveIndex:
-    """An IndexReader over another one, with trust by the clock of whoever calls `lay`."""
+    """An IndexReader over another one, with trust by the clock of whoever calls `lay`.
 
-    def __init__(self, state: IndexReader) -> None:
-        self._state = state
+    `changing` is entered around a question that reorders what the index holds: the tree.
+    """
+
+    def __init__(
+        self,
+        state: IndexReader,
+        changing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._state, self._changing = state, changing
         self._is_catching_up = True
         self._silent: Set[InstanceId] = frozenset()
         self._version = 0
@@ -70,7 +78,8 @@ class LiveIndex:
         return found
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
-        return self._state.tree(depth, width)
+        with self._changing():
+            return self._state.tree(depth, width)
 
     def stats(self) -> IndexStats:
         return self._state.stats()

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -54,7 +54,7 @@ from kvatlas.indexer.stimuli import (
     Stimulus,
     stimulus_of,
 )
-from kvatlas.schemas.errors import BusUnavailable, StreamRefused
+from kvatlas.schemas.errors import BusUnavailable, IndexUnavailable, StreamRefused
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import ControlRecord
 
@@ -128,7 +128,7 @@ class IndexService:
     ) -> None:
         self._bus, self.state, self._name = bus, state, name
         self._settings = settings or ServiceSettings()
-        self._live = LiveIndex(state)
+        self._live = LiveIndex(state, self._changing)
         self.index: IndexReader = self._live
         self._publication = shared and IndexPublication(shared, self._live, state)
         self._window: AbstractContextManager[object] = self._publication or nullcontext()
@@ -348,6 +348,17 @@ class IndexService:
             self._pulse()
             for wanted in self.state.wanted_inventories():
                 self._execute(wanted)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Let readers in other processes, and an audit in another thread, see no half of a change.
+
+        Raises IndexUnavailable while an audit runs.
+        """
+        if self._held_back is not None:
+            raise IndexUnavailable("the index is being counted anew: ask again in a moment")
+        with self._window:
+            yield
 
     def _handle(self, stimulus: Stimulus) -> None:
         with self._window:
