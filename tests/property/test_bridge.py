@@ -8,7 +8,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.worker_hooks.bridge.follow_state import FollowOptions, FollowState, Phase
+from kvatlas.worker_hooks.bridge.follow_options import FollowOptions, Phase
+from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.stimuli import (
     AskReplay,
@@ -159,8 +160,8 @@ def test_the_engines_own_order_is_delivered_or_a_doubt_raised(
         assert engine.delivered[-1] == whole
     for run in engine.delivered:
         assert [sequence for sequence, _ in run] == sorted({sequence for sequence, _ in run})
-    assert engine.state._waiting == {}
-    assert engine.state._waiting_bytes == 0
+    assert engine.state._waiting.sequences() == []
+    assert engine.state._waiting.num_bytes == 0
 
 
 @given(st.lists(st.booleans(), max_size=30))

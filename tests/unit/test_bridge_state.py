@@ -1,11 +1,7 @@
 """What a bridge makes of an engine's stream: order, gaps, other incarnations, doubts."""
 
-from kvatlas.worker_hooks.bridge.follow_state import (
-    WAITING_OVERHEAD_BYTES,
-    FollowOptions,
-    FollowState,
-    Phase,
-)
+from kvatlas.worker_hooks.bridge.follow_options import FollowOptions, Phase
+from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.stimuli import (
     AskReplay,
@@ -26,6 +22,7 @@ from kvatlas.worker_hooks.bridge.stimuli import (
     Ticked,
     Undoubt,
 )
+from kvatlas.worker_hooks.bridge.waiting import WAITING_OVERHEAD_BYTES
 
 
 def batch(sequence: int, run: str = "a") -> bytes:

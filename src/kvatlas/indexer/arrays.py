@@ -23,7 +23,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class Layout(NamedTuple):
-    """What a search in the block table has to know beside the arrays: see kernel.state."""
+    """What a search in the block table has to know beside the arrays: see kernel.layout."""
 
     multiplier: int
     directory_shift: int

@@ -15,7 +15,8 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvatlas.indexer.kernel import IS_COMPILED, ONE, ZERO, compiled
+from kvatlas.indexer.kernel.compiling import IS_COMPILED, compiled
+from kvatlas.indexer.kernel.layout import ONE, ZERO
 
 U64 = NDArray[np.uint64]
 

@@ -7,7 +7,7 @@
 u32 words, 20 bytes or more: a parent and the tokens of a block. Equal to schemas.hashing, which is
 the judge, and several times as fast, since a prompt is one call.
 
-Words are uint64 or uint32. Nothing compiled here calls into another file: see kernel.py for why.
+Words are uint64 or uint32.
 """
 
 import sys
@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.indexer.kernel import IS_COMPILED, compiled
+from kvatlas.indexer.kernel.arithmetic import swapped, times
+from kvatlas.indexer.kernel.compiling import IS_COMPILED, compiled
+from kvatlas.indexer.kernel.layout import LOW_HALF, SHIFT_32, ZERO
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -49,10 +51,7 @@ PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME64_5 = (
     )
 )
 AVALANCHE = np.uint64(0x165667919E3779F9)
-ZERO, ONE, LOW_HALF = np.uint64(0), np.uint64(1), np.uint64(0xFFFF_FFFF)
-SHIFT_8, SHIFT_16, SHIFT_32 = np.uint64(8), np.uint64(16), np.uint64(32)
 SHIFT_37, SHIFT_47 = np.uint64(37), np.uint64(47)
-SWAP_8, SWAP_16 = np.uint64(0x00FF_00FF_00FF_00FF), np.uint64(0x0000_FFFF_0000_FFFF)
 MAX_TOKEN = np.uint64(2**32 - 1)
 TEN = np.uint64(10)
 #: more than 11 digits, so that what is cut off was too long before
@@ -66,10 +65,6 @@ IS_FAST = IS_COMPILED and sys.byteorder == "little"
 
 if not IS_COMPILED:
 
-    def times(a: Any, b: Any) -> Any:
-        """Multiply."""
-        return np.uint64(int(a) * int(b) & 0xFFFF_FFFF_FFFF_FFFF)
-
     def plus(a: Any, b: Any) -> Any:
         """Add."""
         return np.uint64(int(a) + int(b) & 0xFFFF_FFFF_FFFF_FFFF)
@@ -80,11 +75,6 @@ if not IS_COMPILED:
 else:
 
     @compiled()
-    def times(a: Any, b: Any) -> Any:
-        """Multiply."""
-        return a * b
-
-    @compiled()
     def plus(a: Any, b: Any) -> Any:
         """Add."""
         return a + b
@@ -93,14 +83,6 @@ else:
     def minus(a: Any) -> Any:
         """Negate."""
         return ZERO - a
-
-
-@compiled()
-def swapped(word: Any) -> Any:
-    """Return the word with its bytes in reverse."""
-    word = ((word & SWAP_8) << SHIFT_8) | ((word >> SHIFT_8) & SWAP_8)
-    word = ((word & SWAP_16) << SHIFT_16) | ((word >> SHIFT_16) & SWAP_16)
-    return (word << SHIFT_32) | (word >> SHIFT_32)
 
 
 @compiled()

@@ -1,12 +1,11 @@
 """Compiling all kernels, or loading them from the on-disk cache: `kvatlas warm`, and each role."""
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvatlas.indexer import fence_kernel, kernel, prompt_kernel
-
-#: a kernel is declared when its module is imported
-_MODULES = (kernel, fence_kernel, prompt_kernel)
+# a kernel is declared when its module is imported
+from kvatlas.indexer import fence_kernel as fence_kernel
+from kvatlas.indexer import kernel, prompt_kernel
 
 
 class Warmed(NamedTuple):
@@ -28,9 +27,7 @@ def warm_kernels() -> Warmed:
     kernel.warm()
     prompt_kernel.warm()
     seconds = time.perf_counter() - started
-    kernels: list[Any] = [
-        each for module in _MODULES for each in vars(module).values() if hasattr(each, "stats")
-    ]
+    kernels = kernel.all_kernels()
     is_kept = [bool(each.stats.cache_path) for each in kernels]
     missed = [bool(each.stats.cache_misses) or not each.stats.cache_path for each in kernels]
     folder = str(kernels[0].stats.cache_path) if any(is_kept) else ""

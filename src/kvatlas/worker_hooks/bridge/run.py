@@ -19,7 +19,8 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.schemas.errors import EndpointUnusable
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.worker_hooks.bridge.engine_probe import EngineFacts, EventSource, ask_engine
-from kvatlas.worker_hooks.bridge.follow_state import FollowOptions, FollowState
+from kvatlas.worker_hooks.bridge.follow_options import FollowOptions
+from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed, PayloadReader
 from kvatlas.worker_hooks.bridge.options import BridgeOptions
 from kvatlas.worker_hooks.bridge.stimuli import (
@@ -245,8 +246,12 @@ class RankBridge:
             lease_ttl_seconds=given.lease_ttl_seconds,
             digest_seconds=given.digest_seconds,
             max_outbox_bytes=given.max_outbox_bytes,
+            max_outbox_seconds=given.max_outbox_seconds,
             coalesce_seconds=given.coalesce_seconds,
             coalesce_bytes=given.coalesce_bytes,
+            namespace_blocks_per_second=given.namespace_blocks_per_second,
+            namespace_burst_blocks=given.namespace_burst_blocks,
+            wire_version=given.wire_version,
         )
         options.validate()
         return options
