@@ -119,6 +119,23 @@ async def test_what_the_stream_no_longer_has_is_told_as_a_hole(bus: Bus) -> None
     assert [message.stream_sequence for message in messages] == list(range(first, 41))
 
 
+async def test_a_limit_a_subject_keeps_its_newest_messages(bus: Bus) -> None:
+    spec = a_stream(max_messages_per_subject=2)
+    await bus.declare_stream(spec)
+    for number in range(1, 10):
+        await publish(bus, 1, subject=f"test.{'abc'[number % 3]}", first=number)
+    await publish(bus, 300, subject="test.a", first=10)
+    kept = [4, 5, 7, 8, 308, 309]
+    got = Collected[Message]()
+    await bus.follow("TEST", 1, got)
+    assert payloads(await got.count(6)) == kept
+    assert payloads([message async for message in bus.read_range("TEST", 1, 999)]) == kept
+    assert (await bus.first_sequence("TEST"), await bus.last_sequence("TEST")) == (4, 309)
+    assert await bus.declare_stream(spec) == ()
+    (difference,) = await bus.declare_stream(a_stream())
+    assert difference.found == "2"
+
+
 async def test_nothing_comes_after_close(bus: Bus) -> None:
     await bus.declare_stream(a_stream())
     got, other = Collected[Message](), Collected[Message]()

@@ -350,6 +350,23 @@ async def test_a_subject_that_the_broker_would_cut_the_connection_for_is_refused
         assert await bus.last_sequence("TEST") == 1
 
 
+async def test_a_range_goes_on_when_its_consumer_is_gone(server: EmbeddedServer) -> None:
+    """As when its reader took longer for a batch than the broker keeps a consumer."""
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        await bus.declare_stream(a_stream())
+        publisher = bus.publisher("TEST")
+        for number in range(1, 2501):
+            await publisher.publish("test.a", b"%d" % number)
+        await publisher.flush()
+        got: list[int] = []
+        async for message in bus.read_range("TEST", 1, 2500):
+            got.append(int(message.payload))
+            if len(got) in (1, 1500):
+                for consumer in await client.jsm().consumers_info("TEST"):
+                    await client.jsm().delete_consumer("TEST", consumer.name)
+        assert got == list(range(1, 2501))
+
+
 # --- batches of the broker's fast ingest, ADR-0007 -----------------------------------------------
 
 

@@ -8,8 +8,10 @@ from kvatlas.events.bus import Message, Publisher
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.memory_stream import Faults
 from kvatlas.events.streams import (
+    KV_DEAD_LETTERS,
     KV_DECISIONS,
     KV_EVENTS,
+    dead_letters_stream,
     decisions_stream,
     events_stream,
     subject_matches,
@@ -164,12 +166,12 @@ async def test_a_subject_outside_the_stream_is_refused() -> None:
 
 
 def test_our_streams_store_our_subjects_and_share_none() -> None:
-    events, decisions = events_stream(), decisions_stream()
-    assert (events.name, decisions.name) == (KV_EVENTS, KV_DECISIONS)
-    for subject in ("kv.events.m.w.0", "kv.control.w.0", "kv.decisions.m"):
+    specs = (events_stream(), decisions_stream(), dead_letters_stream())
+    assert [spec.name for spec in specs] == [KV_EVENTS, KV_DECISIONS, KV_DEAD_LETTERS]
+    for subject in ("kv.events.m.w.0", "kv.control.w.0", "kv.decisions.m", "kv.dead.w.1"):
         stored = [
             spec.name
-            for spec in (events, decisions)
+            for spec in specs
             if any(subject_matches(pattern, subject) for pattern in spec.subjects)
         ]
         assert len(stored) == 1

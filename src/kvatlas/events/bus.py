@@ -42,6 +42,8 @@ class StreamSpec(Struct, frozen=True):
     replicas: int = 1
     #: how long the broker remembers message ids; we send none, so short is right
     duplicate_window_seconds: float = 2.0
+    #: newest messages kept of each subject; 0 keeps all
+    max_messages_per_subject: int = 0
 
 
 class StreamDifference(Struct, frozen=True):
@@ -101,8 +103,8 @@ class Publisher(Protocol):
     Accepted messages are stored in order per subject; after an error, a lost answer or a new
     connection, all of a subject that is not acknowledged is sent again in order before anything
     newer, so a message may be stored twice but never after its first copy's successors only. The
-    one exception: what the leader of a cluster swallowed while it was cut off is stored behind
-    what its successor got meanwhile.
+    one exception: what was under way to the leader of a cluster just when another one took over
+    may be stored behind newer messages that the other one got (ADR-0011).
     A message that the broker refuses for good is dropped, does not hold up its successors, and
     is reported once: by the next `publish` to its subject or by the next `flush`.
     """
@@ -217,14 +219,19 @@ class Bus(Protocol):
         ...
 
     async def last_sequence(self, stream_name: str) -> int:
-        """Return the newest sequence ever given; 0 for a fresh stream."""
+        """Return the newest sequence ever given; 0 for a fresh stream.
+
+        Of a cluster what the leader says that hears of a majority, never a node that is cut off;
+        raises BusUnavailable while there is none.
+        """
         ...
 
     def read_range(self, stream_name: str, first: int, last: int) -> AsyncGenerator[Message, None]:
         """Yield what is kept of `first`..`last`, in order, and end; never waits for new messages.
 
-        Memory is bounded however slow the reader is. Raises BusUnavailable when the connection
-        is lost; a reader goes on after the last message that it got.
+        All of it, or it raises BusUnavailable (a lost connection, a cluster of which no node can
+        be read); a reader goes on after the last message that it got. Memory is bounded however
+        slow the reader is.
         """
         ...
 

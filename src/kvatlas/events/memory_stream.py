@@ -1,5 +1,6 @@
 """A log within one process, and what can go wrong with it on demand; used by `memory_bus`."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,6 +36,8 @@ class MemoryStream:
         #: sequence -> message, in the order of sequences
         self._messages: dict[int, Message] = {}
         self._num_bytes = 0
+        #: subject -> its kept sequences, oldest first; only where the spec limits them
+        self._kept_of: dict[str, deque[int]] = {}
         self.last = 0
         #: (message, what to call once it is stored)
         self._delayed: list[tuple[str, bytes, Callable[[], None]]] = []
@@ -86,6 +89,7 @@ class MemoryStream:
             self.last += 1
             self._messages[self.last] = Message(self.last, subject, payload, self._now_ns())
             self._num_bytes += len(payload)
+            self._limit_subject(subject)
         self.trim()
         for follower in self.followers:
             follower.wake()
@@ -105,5 +109,20 @@ class MemoryStream:
         while self._messages and self.first < before_sequence:
             self._delete(self.first)
 
+    def _limit_subject(self, subject: str) -> None:
+        limit = self.spec.max_messages_per_subject
+        if not limit:
+            return
+        kept = self._kept_of.setdefault(subject, deque())
+        kept.append(self.last)
+        if len(kept) > limit:
+            self._delete(kept[0])
+
     def _delete(self, sequence: int) -> None:
-        self._num_bytes -= len(self._messages.pop(sequence).payload)
+        message = self._messages.pop(sequence)
+        self._num_bytes -= len(message.payload)
+        kept = self._kept_of.get(message.subject)
+        if kept is not None:
+            kept.remove(sequence)
+            if not kept:
+                del self._kept_of[message.subject]

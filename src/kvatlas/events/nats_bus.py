@@ -31,6 +31,7 @@ from kvatlas.events.nats_keys import NatsKeyValue
 from kvatlas.events.nats_listening import NatsListener
 from kvatlas.events.nats_objects import NatsObjects
 from kvatlas.events.nats_publisher import ACK_SECONDS, MAX_UNACKED, MAX_UNACKED_BYTES, NatsPublisher
+from kvatlas.events.nats_quorum import patient_info
 from kvatlas.events.nats_read import read_range
 from kvatlas.events.nats_service import ERROR_HEADER, NatsService
 from kvatlas.schemas.errors import BusUnavailable, NoResponder, RequestFailed
@@ -52,15 +53,17 @@ class NatsBus:
     """The `Bus` of NATS.
 
     `servers` is one address or several of one cluster (`nats://host:port`, comma-separated or a
-    list). A user is proven by a file of credentials (JWT and seed) or a file with an nkey's
-    seed. `replicas` is for buckets that this bus has to create.
+    list). A node that does not answer for 10 s is left for another one that is known, given here
+    or announced by the cluster (ADR-0014). A user is proven by a file of credentials (JWT and
+    seed) or a file with an nkey's seed. `replicas` is for buckets that this bus has to create.
 
     What a user must be allowed to publish, S being a stream and B a bucket; to its own inbox
     (`_INBOX.>`) and the subjects that it serves it must be allowed to subscribe:
 
         publisher     its subjects, $JS.API.STREAM.INFO.S
         follow        $JS.API.STREAM.INFO.S, $JS.API.CONSUMER.CREATE.S.>, $JS.FC.S.>
-        read_range    $JS.API.CONSUMER.CREATE.S.>, $JS.API.CONSUMER.MSG.NEXT.S.>
+        read_range    $JS.API.CONSUMER.CREATE.S.>, $JS.API.CONSUMER.MSG.NEXT.S.>, and in a cluster
+                      $JS.API.STREAM.INFO.S
         keys          $KV.B.>, $JS.API.STREAM.MSG.GET.KV_B; to watch, as follow of KV_B
         objects       $O.B.>, $JS.API.STREAM.INFO.OBJ_B, $JS.API.STREAM.MSG.GET.OBJ_B; to read
                       one, as follow of OBJ_B; to replace or delete, $JS.API.STREAM.PURGE.OBJ_B
@@ -152,6 +155,11 @@ class NatsBus:
         await self.close()
 
     @property
+    def where(self) -> str:
+        """The addresses of its broker, without credentials."""
+        return self._connection.where
+
+    @property
     def connected(self) -> bool:
         return self._connection.client is not None
 
@@ -238,6 +246,7 @@ class NatsBus:
             f"request to {subject}",
             lambda client: client.request(subject, payload, timeout_seconds),
             timeout_seconds,
+            is_to_peer=True,
         )
         if answer.headers is not None and ERROR_HEADER in answer.headers:
             raise RequestFailed(f"{subject}: {answer.headers[ERROR_HEADER]}")
@@ -251,7 +260,9 @@ class NatsBus:
 
     async def announce(self, subject: str, payload: bytes) -> None:
         await self._connection.call(
-            f"announcement on {subject}", lambda client: client.publish(subject, payload)
+            f"announcement on {subject}",
+            lambda client: client.publish(subject, payload),
+            is_to_peer=True,
         )
 
     async def listen(self, subject: str, on_payload: Callable[[bytes], None]) -> NatsListener:
@@ -277,7 +288,7 @@ class NatsBus:
 
     async def _info(self, stream_name: str) -> StreamInfo:
         return await self._connection.call(
-            f"look at {stream_name}", lambda client: client.jsm().stream_info(stream_name)
+            f"look at {stream_name}", lambda client: patient_info(client, stream_name)
         )
 
 
@@ -289,6 +300,7 @@ def _config(stream: StreamSpec) -> StreamConfig:
         discard=DiscardPolicy.OLD,
         storage=StorageType.FILE,
         max_bytes=stream.max_bytes,
+        max_msgs_per_subject=stream.max_messages_per_subject or -1,
         max_age=stream.max_age_seconds,
         num_replicas=stream.replicas,
         duplicate_window=min(stream.duplicate_window_seconds, stream.max_age_seconds),
@@ -307,7 +319,10 @@ def _knows_batches(client: Client) -> bool:
 def _differences(
     stream_name: str, wanted: StreamConfig, found: StreamConfig
 ) -> list[StreamDifference]:
-    limits = "subjects retention discard storage max_bytes max_age num_replicas duplicate_window"
+    limits = (
+        "subjects retention discard storage max_bytes max_msgs_per_subject max_age num_replicas"
+        " duplicate_window"
+    )
     pairs = ((limit, getattr(wanted, limit), getattr(found, limit)) for limit in limits.split())
     return [
         StreamDifference(stream_name, limit, str(want), str(have))

@@ -4,13 +4,15 @@ nats-py can reconnect by itself, but then sends what it had buffered before our 
 again, so that new messages overtake old ones, and it gives up for good on some errors of the
 broker. So each nats-py client lives for one connection only; what uses it (`NatsPublisher`,
 `PushConsumer`, `NatsService`) starts over on the next one.
+
+A node whose JetStream answers nothing any more is left for another one (nats_nodes.py decides).
 """
 
 import asyncio
 import logging
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +21,12 @@ from urllib.parse import ParseResult, urlsplit
 import nats.errors
 from nats.aio.client import Client, Server
 from nats.aio.subscription import Subscription
+from nats.js.errors import APIError
 
 from kvatlas.events.bus import OnConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS, translate
+from kvatlas.events.nats_nodes import Patience, Servers, Silences
+from kvatlas.events.nats_quorum import is_without_leader
 from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, KvatlasError, RequestTimedOut
 
 T = TypeVar("T")
@@ -36,6 +41,8 @@ UNSENT_BYTES = 64 << 20
 #: a lost client tells so, but not before the lost peer has taken what was unsent: look as well
 CHECK_SECONDS = 0.5
 CLOSE_SECONDS = 2.0
+#: until a task that has not heard its cancellation is told again
+CANCEL_SECONDS = 0.1
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ class NatsConnection:
     ) -> None:
         _check_key_file(creds_file)
         _check_key_file(nkey_file)
-        self._servers = list(servers)
+        self._servers = Servers(servers)
         self._name = name
         self._creds_file, self._nkey_file = creds_file, nkey_file
         self._tls = tls
@@ -72,8 +79,12 @@ class NatsConnection:
         self._on_refusal: list[Callable[[str], None]] = []
         self._on_drop: list[Callable[[Subscription], None]] = []
         self._failures = 0
+        self._silences = Silences()
+        self._patience = Patience()
         #: how often a broker was reached
         self.num_connects = 0
+        #: how often one was left because its JetStream answered nothing
+        self.num_given_up = 0
         #: bytes that a message may have, as the last broker said
         self.max_payload = 1 << 20
 
@@ -81,6 +92,11 @@ class NatsConnection:
     def client(self) -> Client | None:
         """The present client, None while the broker is away."""
         return self._client
+
+    @property
+    def at(self) -> str | None:
+        """The address of the node that it is connected to, if any."""
+        return None if self._client is None else _url_of(self._client)
 
     async def open(self, wait_seconds: float | None) -> None:
         """Connect, trying until a broker is there or `wait_seconds` are over."""
@@ -91,7 +107,7 @@ class NatsConnection:
                 await first
         except TimeoutError as error:
             await self.close()
-            text = f"no broker at {self._where} within {wait_seconds} s"
+            text = f"no broker at {self.where} within {wait_seconds} s"
             raise BusUnavailable(text) from error
         except (asyncio.CancelledError, KvatlasError):
             await self.close()
@@ -146,17 +162,25 @@ class NatsConnection:
         what: str,
         exchange: Callable[[Client], Awaitable[T]],
         timeout_seconds: float = EXCHANGE_SECONDS,
+        *,
+        is_to_peer: bool = False,
     ) -> T:
         """Run one exchange with the broker and translate what goes wrong.
 
         Waits for a connection first. Raises BusUnavailable when there is none in time or when
         it is lost meanwhile, RequestTimedOut when the broker is there and does not answer.
+        What `is_to_peer` is not answered by JetStream, and says nothing about the broker.
         """
+        asked_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_seconds):
                 client, gone = await self.present()
-                return await _unless(gone, exchange(client), what)
+                found = await _unless(gone, exchange(client), what)
+                self.answered(what)
+                return found
         except DRIVER_ERRORS as error:
+            if not is_to_peer:
+                self._note(error, asked_at, what)
             if isinstance(error, TimeoutError):
                 if self._client is None:
                     away = f"{what}: no connection to the broker in {timeout_seconds} s"
@@ -164,6 +188,36 @@ class NatsConnection:
                 late = f"{what}: no answer within {timeout_seconds} s"
                 raise RequestTimedOut(late) from error
             raise translate(error, what) from error
+
+    def _note(self, error: Exception, asked_at: float, what: str) -> None:
+        if isinstance(error, TimeoutError) or is_without_leader(error):
+            self.unanswered(what, asked_at)
+        elif isinstance(error, APIError):
+            self.answered(what)
+
+    def answered(self, what: str) -> None:
+        """Note that JetStream has answered, or that nobody waits for it."""
+        self._silences.answered(what)
+
+    def unanswered(self, what: str, asked_at: float) -> None:
+        """Leave the present node if it has not answered for too long and there is another one."""
+        client, gone = self._client, self._gone
+        if client is None or gone is None or gone.done() or (url := _url_of(client)) is None:
+            return
+        now = asyncio.get_running_loop().time()
+        silent_seconds = self._silences.unanswered(what, asked_at, now)
+        self._learn(client)
+        if self._servers.has_another(url) and self._patience.is_over(silent_seconds, now):
+            text = "%s answers nothing, %s for %.1f s: trying another node"
+            _logger.warning(text, without_user(url), what, silent_seconds)
+            self._servers.give_up(url, _node_of(client))
+            self.num_given_up += 1
+            gone.set_result(None)
+
+    def _learn(self, client: Client) -> None:
+        # what the cluster announced helps when the one that we know is the one that is lost
+        known = self._servers.urls[0]
+        self._servers.add(_as_same_user(url, known) for url in client.discovered_servers)
 
     async def settle(self, client: Client) -> None:
         """Return when the broker has handled all that was sent, or the client is lost."""
@@ -175,8 +229,9 @@ class NatsConnection:
         await asyncio.wait((ping, self._gone), return_when=asyncio.FIRST_COMPLETED)
 
     @property
-    def _where(self) -> str:
-        return ", ".join(map(_without_user, self._servers))
+    def where(self) -> str:
+        """The addresses that are tried, without credentials."""
+        return ", ".join(map(without_user, self._servers.urls))
 
     async def _supervise(self, first: asyncio.Future[None]) -> None:
         while True:
@@ -192,14 +247,15 @@ class NatsConnection:
                     _logger.error("cannot connect", exc_info=error)
                 else:
                     problem = f"cannot connect: {error}"
-                    first.set_exception(InvalidSetting("servers", self._where, problem))
+                    first.set_exception(InvalidSetting("servers", self.where, problem))
             await asyncio.sleep(self._reconnect_seconds * random.uniform(0.5, 1.5))
 
     async def _live(self, first: asyncio.Future[None]) -> None:
         client = Client()
         try:
             await self._connect(client, first)
-            await self._until_lost(client, first)
+            if self._servers.is_taken(_url_of(client) or "", _node_of(client)):
+                await self._until_lost(client, first)
         finally:
             self._down(client)
             if not (self._closed and client.is_connected):
@@ -215,8 +271,9 @@ class NatsConnection:
             _forget_unsent(client)
             self._down(client)
 
-        await client.connect(
-            servers=self._servers,
+        connecting = client.connect(
+            servers=self._servers.in_order(),
+            dont_randomize=True,
             name=self._name,
             error_cb=on_error,
             disconnected_cb=on_loss,
@@ -230,6 +287,7 @@ class NatsConnection:
             nkeys_seed=str(self._nkey_file) if self._nkey_file else None,
             tls=self._tls,
         )
+        await _cancellable(connecting)
 
     async def _until_lost(self, client: Client, first: asyncio.Future[None]) -> None:
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -237,14 +295,13 @@ class NatsConnection:
         self._failures = 0
         self.num_connects += 1
         self.max_payload = client.max_payload
-        # what the cluster announced helps when the one that we know is the one that is lost
-        found = [_as_same_user(url, self._servers[0]) for url in client.discovered_servers]
-        self._servers += [url for url in found if url not in self._servers]
+        self._silences.forget()
+        self._learn(client)
         self._up.set()
         if not first.done():
             first.set_result(None)
-        if (url := client.connected_url) is not None:
-            _logger.info("connected to %s", _without_user(url.geturl()))
+        if (url := _url_of(client)) is not None:
+            _logger.info("connected to %s", without_user(url))
         for callback in tuple(self._on_connection):
             callback(True)
         while client.is_connected and not gone.done():
@@ -285,9 +342,22 @@ class NatsConnection:
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
             trying = "; trying on" if not first.done() else ""
             problem = str(error) or type(error).__name__
-            _logger.log(level, "broker %s: %s%s", self._where, problem, trying)
+            _logger.log(level, "broker %s: %s%s", self.where, problem, trying)
         else:
             _logger.error("a callback of the bus failed", exc_info=error)
+
+
+async def _cancellable(connecting: Coroutine[Any, Any, None]) -> None:
+    """Run nats-py's `connect`, which overhears a cancellation just as an attempt fails."""
+    task = asyncio.create_task(connecting)
+    try:
+        await asyncio.wait((task,))
+        task.result()
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=CANCEL_SECONDS)
+        _ = task.cancelled() or task.exception()  # seen, should nobody raise it
 
 
 async def _unless(gone: asyncio.Future[None], exchange: Awaitable[T], what: str) -> T:
@@ -341,7 +411,17 @@ async def _close(client: Client) -> None:
     _ = closing.cancelled() or closing.exception()
 
 
-def _without_user(url: str) -> str:
+def _url_of(client: Client) -> str | None:
+    url = client.connected_url
+    return None if url is None else url.geturl()
+
+
+def _node_of(client: Client) -> str:
+    return str(client._server_info.get("server_id", ""))
+
+
+def without_user(url: str) -> str:
+    """Return an address without the credentials in it."""
     scheme, slashes, rest = url.rpartition("://")
     return f"{scheme}{slashes}{rest.rpartition('@')[2]}"
 

@@ -10,6 +10,7 @@ sweep and a new one is made where the reader stands.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from secrets import token_hex
@@ -22,6 +23,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo
 from nats.js.manager import JetStreamManager
 
 from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
+from kvatlas.events.nats_quorum import info_of_leader
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 
 HEARTBEAT_SECONDS = 1.0
@@ -32,6 +34,8 @@ PENDING_MESSAGES, PENDING_BYTES = 1 << 19, 128 << 20
 #: the broker sweeps a consumer that nobody listens to after this
 SWEEP_SECONDS = 5.0
 RETRY_SECONDS = 0.2
+#: after so much work on messages that have come, others on the event loop have their turn
+TURN_SECONDS = 0.001
 #: a cluster without a leader never answers what it was asked: ask again soon, and wait longer each
 #: time, up to EXCHANGE_SECONDS, for a broker that is slow
 FIRST_PATIENCE_SECONDS, MORE_PATIENCE = 1.0, 1.2
@@ -195,7 +199,7 @@ class PushConsumer:
         try:
             info = await self._connection.call(
                 f"look at {self._stream_name}",
-                lambda client: client.jsm().stream_info(self._stream_name),
+                lambda client: info_of_leader(client, self._stream_name),
             )
         except (BusUnavailable, StreamRefused):
             return False  # no leader: nobody has more than anybody else
@@ -232,6 +236,8 @@ class _Deliveries:
         self.last_sequence = last_sequence
         self.is_over = False
         self.was_heard = False
+        #: spent on messages since others had their turn
+        self._busy_seconds = 0.0
         #: the subscription once it has dropped something: what waits in it is still whole
         self._dropping: NatsSubscription | None = None
 
@@ -247,9 +253,15 @@ class _Deliveries:
             return
         self.next_number, self.last_sequence = number + 1, stream_sequence
         self.was_heard = True
+        began = time.perf_counter()
         self._deliver(message, stream_sequence, broker_ns, num_pending)
+        self._busy_seconds += time.perf_counter() - began
         if self._dropping is not None and not self._dropping.pending_msgs:
             self._end()
+        if self._busy_seconds >= TURN_SECONDS:
+            # the driver calls back with all that has come before it lets anybody else run
+            self._busy_seconds = 0.0
+            await asyncio.sleep(0)
 
     def end_after_waiting(self, subscription: NatsSubscription) -> None:
         """Deliver what waits before the first dropped message, then ask for a new consumer."""

@@ -11,6 +11,7 @@ from nats.js.manager import JetStreamManager
 from kvatlas.events.bus import Message, OnHole, OnMessage
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PENDING_BYTES, PENDING_MESSAGES, PushConsumer
+from kvatlas.events.nats_quorum import told_by_leader
 from kvatlas.schemas.errors import BusUnavailable
 
 #: how often a stream that ends before our position is looked at again before we believe it; the
@@ -50,7 +51,7 @@ class NatsFollower(PushConsumer):
         self._on_message, self._on_hole, self._subjects = on_message, on_hole, subjects
 
     async def _start_at_next(self, manager: JetStreamManager) -> ConsumerConfig:
-        info = await manager.stream_info(self._stream_name)
+        info = told_by_leader(await manager.stream_info(self._stream_name))
         state = info.state
         first = state.first_seq if state.messages else state.last_seq + 1
         has_gone_back = self._next_sequence > state.last_seq + 1

@@ -35,6 +35,7 @@ from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
 from kvatlas.events.nats_consumer import PushConsumer
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, WRONG_LAST_SEQUENCE, may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
+from kvatlas.events.nats_quorum import told_by_leader
 from kvatlas.schemas.errors import (
     BusUnavailable,
     InvalidSubject,
@@ -256,7 +257,7 @@ class KeyWatch(PushConsumer):
         await self._has_caught_up.wait()
 
     async def _from_last_of_each(self, manager: JetStreamManager) -> ConsumerConfig:
-        info = await manager.stream_info(self._stream_name)
+        info = told_by_leader(await manager.stream_info(self._stream_name))
         if info.created != self._created:
             self._created, self._last_sequence = info.created, 0
         self._last_sequence = min(self._last_sequence, info.state.last_seq)

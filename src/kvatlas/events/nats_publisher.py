@@ -1,25 +1,23 @@
 """Pipelined publishing to JetStream: no future, no timer and no header per message.
 
 Each message carries the reply subject `<inbox>.<number>`; the broker's acknowledgement comes back
-to one subscription, which takes the number out of the window. In trouble the window is sent again:
+to one subscription, which takes the number out of the window. What is not acknowledged is sent
+again, of each subject the oldest first and alone until it is answered (nats_window.py decides):
 
     error or no answer    the message's subject stalls: newer messages of it wait in the window
-                          until all of the subject that is unacknowledged has been sent in order
-    new connection        the same for all subjects
+    new connection        all subjects that have messages in the window stall
 
 A message keeps its number when it is sent again, so any answer to any copy counts.
 
 A busy publisher goes through batches of the broker's fast ingest instead, which cost half as much
-(nats_fast_ingest.py decides, ADR-0007). Messages under way are then all of a batch or all single.
-Whatever is wrong with a batch is trouble of all subjects, and they go one by one for a while.
+(nats_fast_ingest.py decides, nats_batches.py sends, ADR-0007).
 """
 
 import asyncio
+import itertools
 import logging
 import re
 from collections.abc import Callable
-from contextlib import suppress
-from secrets import token_hex
 
 import msgspec
 import nats.errors
@@ -27,6 +25,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvatlas.events.bus import MAX_SUBJECT_BYTES
+from kvatlas.events.nats_batches import Batches
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS, may_be_retried
 from kvatlas.events.nats_fast_ingest import (
@@ -36,8 +35,9 @@ from kvatlas.events.nats_fast_ingest import (
     ApiError,
     FastIngest,
     Phase,
-    decode_answer,
 )
+from kvatlas.events.nats_quorum import info_of_leader
+from kvatlas.events.nats_window import Step, Unacked, Window
 from kvatlas.events.streams import subject_matches
 from kvatlas.schemas.errors import BusUnavailable, InvalidSubject, StreamRefused
 
@@ -45,14 +45,13 @@ MAX_UNACKED = 1024
 #: larger windows are slower: 64 KB messages do 10 k/s with 16 MB under way and 4 k/s with 64 MB
 MAX_UNACKED_BYTES = 16 << 20
 ACK_SECONDS = 5.0
-#: an answer is late after this many looks at the window
-LOOKS = 4
 #: doubled at each try that helps nobody
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.05, 1.0
 #: from this pause on we ask whether the stream stores the subject at all
 ASK_RETRY_SECONDS = 0.2
 
 _logger = logging.getLogger(__name__)
+_numbers = itertools.count(1)
 _no_subject = re.compile(r"^$|[\s*>]")
 _denied_publish = re.compile(r'permissions violation for publish to "([^"]+)"')
 
@@ -65,13 +64,6 @@ class PublishAck(msgspec.Struct):
 
 
 decode_ack = msgspec.json.Decoder(PublishAck).decode
-
-
-class _Unacked(msgspec.Struct):
-    subject: str
-    payload: bytes
-    #: the look at the window before which it was sent last; None before it was sent at all
-    look: int | None = None
 
 
 class NatsPublisher:
@@ -89,33 +81,27 @@ class NatsPublisher:
         self._connection = connection
         self._stream_name = stream_name
         self._max_unacked, self._max_unacked_bytes = max_unacked, max_unacked_bytes
-        self._ack_seconds = ack_seconds
-        #: number -> message, in the order of numbers, which is the order of acceptance
-        self._unacked: dict[int, _Unacked] = {}
-        self._unacked_bytes = 0
-        self._last_number = 0
-        #: subjects to be sent again; each is also in _stalled
-        self._failed: set[str] = set()
-        #: subjects of which nothing newer is sent until the window's part has been sent again
-        self._stalled: set[str] = set()
+        self._window = Window(ack_seconds)
+        self._messages = self._window.messages
         self._refused: dict[str, StreamRefused] = {}
-        #: to which new messages go at once; None: not before all of the window has been sent
+        #: to which new messages go at once; None: not before our inbox is there
         self._client: Client | None = None
-        #: whose inbox gets our answers, and that inbox
-        self._listening: Client | None = None
         self._reply = ""
-        self._ingest = FastIngest(busy_messages, max_unacked, max_unacked_bytes)
-        #: below it come the answers to the present batch
-        self._batch_prefix = ""
-        #: of the batch's newest message, which its end is published to
-        self._batch_subject = ""
-        #: the look at the window before which that end was sent
-        self._end_look = 0
-        self._num_flushing = 0
-        self._look, self._next_look_at = 0, 0.0
-        self._retry_seconds = FIRST_RETRY_SECONDS
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
+        self._ingest = FastIngest(busy_messages, max_unacked, max_unacked_bytes)
+        self._batches = Batches(
+            stream_name, self._window, self._ingest, self._send, self._forget, self._work.set
+        )
+        self._num_flushing = 0
+        self._next_look_at = 0.0
+        #: what the connection is told that we wait for
+        self._waiting_for = f"publishing to {stream_name} ({next(_numbers)})"
+        #: messages out of the window, whatever became of them, at the last look
+        self._num_done = 0
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        #: before it what failed is not sent again; None: at once
+        self._retry_at: float | None = None
         self.is_closed = False
         self._task: asyncio.Task[None] | None = None
         self._stop_listening: list[Callable[[], None]] = []
@@ -140,12 +126,12 @@ class NatsPublisher:
     @property
     def num_unacked(self) -> int:
         """Messages accepted that are not known to be stored."""
-        return len(self._unacked)
+        return len(self._messages)
 
     @property
     def unacked_bytes(self) -> int:
         """Bytes of their payloads."""
-        return self._unacked_bytes
+        return self._window.num_bytes
 
     def start(self) -> None:
         """Begin to send what is accepted."""
@@ -167,33 +153,34 @@ class NatsPublisher:
             await asyncio.wait((self._task,))
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        size = len(payload)
+        size, window = len(payload), self._window
         self._check(subject, size)
-        while self._unacked and (
-            len(self._unacked) >= self._max_unacked
-            or self._unacked_bytes + size > self._max_unacked_bytes
+        while self._messages and (
+            len(self._messages) >= self._max_unacked
+            or window.num_bytes + size > self._max_unacked_bytes
         ):
-            self._hurry()
+            self._batches.hurry()
             await self._next_progress()
-        self._last_number = number = self._last_number + 1
-        self._unacked[number] = unacked = _Unacked(subject, payload)
-        self._unacked_bytes += size
+        window.last_number = number = window.last_number + 1
+        self._messages[number] = unacked = Unacked(subject, payload)
+        window.num_bytes += size
         client, phase = self._client, self._ingest.phase
-        if client is None or subject in self._stalled:
+        if client is None or subject in window.stalled:
             return
         if phase is Phase.open:
-            await self._append(client, number, unacked)
+            await self._batches.append(client, number, unacked)
         elif phase is Phase.single:
             await self._send(client, number, unacked, f"{self._reply}{number}")
-            self._look_for_business()
+            if not self._num_flushing:
+                self._batches.look_for_business()
 
     async def flush(self) -> None:
-        last = self._last_number
+        messages, last = self._messages, self._window.last_number
         self._num_flushing += 1
         if self._ingest.phase is Phase.open:
             self._work.set()
         try:
-            while self._unacked and next(iter(self._unacked)) <= last:
+            while messages and next(iter(messages)) <= last:
                 await self._next_progress()
         finally:
             self._num_flushing -= 1
@@ -220,9 +207,9 @@ class NatsPublisher:
         if self.is_closed:
             raise BusUnavailable("the bus is closed")
 
-    async def _send(self, client: Client, number: int, unacked: _Unacked, reply: str) -> None:
+    async def _send(self, client: Client, number: int, unacked: Unacked, reply: str) -> None:
         self.num_resent += unacked.look is not None
-        unacked.look = self._look
+        unacked.look = self._window.look
         try:
             await client.publish(unacked.subject, unacked.payload, reply)
         except nats.errors.MaxPayloadError:
@@ -231,9 +218,12 @@ class NatsPublisher:
         except DRIVER_ERRORS:
             return  # the connection is going; all is sent again on the next one
 
+    # --- answers ----------------------------------------------------------------------------
+
     async def _on_answer(self, message: Msg) -> None:
         if message.subject.endswith(SUFFIX):
-            self._on_batch_answer(message)
+            if self._batches.on_answer(message):
+                self._retry_seconds = FIRST_RETRY_SECONDS
             return
         number = int(message.subject.rpartition(".")[2])
         answer = message.data
@@ -246,35 +236,38 @@ class NatsPublisher:
         self._retry_seconds = FIRST_RETRY_SECONDS
 
     def _forget(self, number: int) -> None:
-        unacked = self._unacked.pop(number, None)
-        if unacked is not None:
-            self._unacked_bytes -= len(unacked.payload)
-            self._progress.set()
-            if self._ingest.phase is Phase.draining:
-                self._work.set()
+        if (unacked := self._messages.pop(number, None)) is None:
+            return
+        window = self._window
+        window.num_bytes -= len(unacked.payload)
+        self._progress.set()
+        if window.stalled:
+            window.note_answer(unacked.subject, number)
+            self._work.set()
+        elif self._ingest.phase is Phase.draining:
+            self._work.set()
 
     def _on_error(self, number: int, error: ApiError) -> None:
-        unacked = self._unacked.get(number)
-        if unacked is None:
-            return
         if not may_be_retried(error.code):
             self._refuse(number, error.description)
-        elif unacked.subject not in self._failed:
+        elif self._window.fails(number):
+            subject = self._messages[number].subject
             level = logging.WARNING if self._retry_seconds == FIRST_RETRY_SECONDS else logging.DEBUG
             text = error.description or "nobody stores it"
-            _logger.log(level, "%s: %s; trying again", unacked.subject, text)
-            self._fail(unacked.subject)
+            _logger.log(level, "%s: %s; trying again", subject, text)
+            self._fail(subject)
 
     def _fail(self, subject: str) -> None:
         if self._ingest.phase is not Phase.single:
-            self._leave_batches(f"a message to {subject} is not stored")
+            self._batches.leave(f"a message to {subject} is not stored")
             return
-        self._failed.add(subject)
-        self._stalled.add(subject)
+        if self._retry_at is None:
+            self._retry_at = asyncio.get_running_loop().time() + self._retry_seconds
+        self._window.fail(subject)
         self._work.set()
 
     def _refuse(self, number: int, reason: str) -> None:
-        if (unacked := self._unacked.get(number)) is not None:
+        if (unacked := self._messages.get(number)) is not None:
             text = f"{self._stream_name} refuses a message to {unacked.subject}: {reason}"
             self._refused.setdefault(unacked.subject, StreamRefused(text))
             self._forget(number)
@@ -283,202 +276,139 @@ class NatsPublisher:
         if (found := _denied_publish.search(text)) is not None:
             self._refuse_all(found[1], "permission denied")
             if self._ingest.phase not in (Phase.single, Phase.draining):
-                self._leave_batches(f"permission denied for {found[1]}")
+                self._batches.leave(f"permission denied for {found[1]}")
 
     def _refuse_all(self, lower_subject: str, reason: str) -> None:
-        for number, unacked in tuple(self._unacked.items()):
+        for number, unacked in tuple(self._messages.items()):
             if unacked.look is not None and unacked.subject.lower() == lower_subject:
                 self._refuse(number, reason)
 
+    # --- the task that sends what `publish` did not ------------------------------------------
+
     def _on_connection(self, _is_connected: bool) -> None:
-        self._client = self._listening = None
+        self._client = None
         self._ingest.forget()
         self._work.set()
 
     async def _run(self) -> None:
         while True:
             await self._wait_for_work()
-            self._look_for_lost_answers()
             client = self._connection.client
             if client is None:
                 continue
             if self._client is not client:
                 await self._begin(client)
-            elif self._failed:
-                await self._retry(client)
-            elif self._ingest.phase is not Phase.single:
-                await self._go_on(client)
+                continue
+            self._look_around(client)
+            if self._ingest.phase is not Phase.single:
+                await self._batches.go_on(client, self._reply, self._num_flushing > 0)
+            if self._window.stalled:
+                await self._heal(client)
+            else:
+                self._retry_at = None
 
     async def _wait_for_work(self) -> None:
         is_open = self._ingest.phase is Phase.open
-        seconds = self._ack_seconds / LOOKS
         try:
-            async with asyncio.timeout(min(seconds, IDLE_SECONDS) if is_open else seconds):
+            async with asyncio.timeout(self._seconds_to_wait(is_open)):
                 await self._work.wait()
         except TimeoutError:
             if is_open:
                 self._ingest.tick()
         self._work.clear()
 
-    def _look_for_lost_answers(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now < self._next_look_at or self._client is None or self._client.pending_data_size:
-            return  # what is not even sent needs no second copy
-        self._next_look_at = now + self._ack_seconds / LOOKS
-        self._look += 1
-        late = [
-            unacked.subject
-            for unacked in self._unacked.values()
-            if unacked.look is not None and unacked.look <= self._look - LOOKS
-        ]
-        phase = self._ingest.phase
-        is_end_late = phase is Phase.closing and self._end_look <= self._look - LOOKS
-        if is_end_late or (late and phase is not Phase.single):
-            self._leave_batches("answers are late")
+    def _seconds_to_wait(self, is_open: bool) -> float:
+        if is_open:
+            return min(self._window.look_seconds, IDLE_SECONDS)
+        if self._client is None:
+            return self._window.look_seconds
+        next_at = min(self._next_look_at, self._retry_at or self._next_look_at)
+        return max(next_at - asyncio.get_running_loop().time(), 0.0)
+
+    def _look_around(self, client: Client) -> None:
+        now, window = asyncio.get_running_loop().time(), self._window
+        if now < self._next_look_at:
             return
-        for subject in late:
-            self._fail(subject)
+        if client.pending_data_size:  # what is not even sent needs no second copy
+            self._next_look_at = now + window.look_seconds / 4
+            return
+        self._next_look_at = now + window.look_seconds
+        if self._ingest.phase is Phase.single:
+            for subject in window.look_around():
+                self._fail(subject)
+        else:
+            window.look += 1
+            if self._batches.is_late():
+                self._batches.leave("answers are late")
+        self._note_silence(now)
+
+    def _note_silence(self, now: float) -> None:
+        """Tell the connection whether its node is of any use."""
+        window = self._window
+        num_done = window.last_number - len(self._messages)
+        if num_done != self._num_done or window.oldest_look is None:
+            self._num_done = num_done
+            self._connection.answered(self._waiting_for)
+        else:
+            self._connection.unanswered(self._waiting_for, now - window.look_seconds)
 
     async def _begin(self, client: Client) -> None:
-        if self._listening is not client and not await self._listen(client):
-            return  # lost again already; the next connection wakes us
-        self._failed.clear()
-        await self._send_window(client, None)
-        if client is self._connection.client:
-            self._stalled = set(self._failed)
-            self._client = client
-
-    async def _listen(self, client: Client) -> bool:
         inbox = client.new_inbox()
         try:
             await client.subscribe(f"{inbox}.>", cb=self._on_answer)
         except DRIVER_ERRORS:
-            return False
-        self._reply, self._listening = f"{inbox}.", client
-        return True
+            return  # lost again already; the next connection wakes us
+        if client is self._connection.client:
+            self._reply, self._client = f"{inbox}.", client
+            self._window.fail_all()
+            self._retry_at, self._retry_seconds = None, FIRST_RETRY_SECONDS
+            self._work.set()
 
-    async def _retry(self, client: Client) -> None:
-        await asyncio.sleep(self._retry_seconds)
-        if self._retry_seconds >= ASK_RETRY_SECONDS:
-            await self._refuse_strays()
-        self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
-        again, self._failed = frozenset(self._failed), set()
-        if self._client is client:
-            await self._send_window(client, again)
-            self._stalled -= again - self._failed
+    async def _heal(self, client: Client) -> None:
+        """Send what stalled subjects have to send by now."""
+        if released := self._window.in_step(Step.released):
+            await self._send_released(client, released)
+        if self._retry_at is None:
+            await self._probe(client)
+        elif self._retry_at <= asyncio.get_running_loop().time():
+            if self._retry_seconds >= ASK_RETRY_SECONDS:
+                await self._refuse_strays()
+            self._retry_at, self._retry_seconds = (
+                None,
+                min(2 * self._retry_seconds, LAST_RETRY_SECONDS),
+            )
+            await self._probe(client)
 
-    async def _send_window(self, client: Client, subjects: frozenset[str] | None) -> None:
-        """Send the window's part in order, and what is accepted meanwhile as well."""
-        sent = 0
-        while numbers := [
-            number
-            for number, unacked in self._unacked.items()
-            if number > sent and (subjects is None or unacked.subject in subjects)
-        ]:
+    async def _send_released(self, client: Client, subjects: frozenset[str]) -> None:
+        """Send all that is left, and what is accepted meanwhile as well; then they are free."""
+        window, sent = self._window, 0
+        while numbers := window.to_send(subjects, sent):
             for sent in numbers:
-                if (unacked := self._unacked.get(sent)) is not None:
+                unacked = self._messages.get(sent)
+                if unacked is not None and window.is_released(unacked):
                     await self._send(client, sent, unacked, f"{self._reply}{sent}")
+        window.free(subjects)
+
+    async def _probe(self, client: Client) -> None:
+        for number in self._window.probes():
+            if (unacked := self._messages.get(number)) is not None:
+                await self._send(client, number, unacked, f"{self._reply}{number}")
 
     async def _refuse_strays(self) -> None:
         """Refuse what the stream does not store: nobody answers it, however often it is sent."""
         try:
             info = await self._connection.call(
                 f"look at {self._stream_name}",
-                lambda client: client.jsm().stream_info(self._stream_name),
+                lambda client: info_of_leader(client, self._stream_name),
                 LAST_RETRY_SECONDS,
             )
-        except (BusUnavailable, StreamRefused):
-            return  # away, or not declared yet: what is sent again will tell
+        except StreamRefused:
+            self._connection.answered(self._waiting_for)  # not declared yet
+            return
+        except BusUnavailable:
+            return  # away: what is sent again will tell
+        self._connection.answered(self._waiting_for)
         patterns = info.config.subjects or []
-        for subject in tuple(self._failed):
+        for subject in self._window.in_step(Step.failed):
             if not any(subject_matches(pattern, subject) for pattern in patterns):
                 self._refuse_all(subject.lower(), "no subject of this stream")
-
-    # --- batches: see nats_fast_ingest.py ---------------------------------------------------
-
-    def _look_for_business(self) -> None:
-        """Leave the single way, if so much waits that a batch pays."""
-        num_unacked = len(self._unacked)
-        if (
-            num_unacked >= self._ingest.busy_messages
-            and not self._stalled
-            and not self._num_flushing
-            and self._ingest.wants_batch(
-                num_unacked, self._unacked_bytes, asyncio.get_running_loop().time()
-            )
-        ):
-            self._ingest.drain()
-
-    def _hurry(self) -> None:
-        if self._ingest.phase is Phase.open:
-            self._ingest.hurry()
-            if self._ingest.is_ending:
-                self._work.set()
-
-    async def _go_on(self, client: Client) -> None:
-        match self._ingest.phase:
-            case Phase.draining:
-                await self._end_draining(client)
-            case Phase.opening if self._ingest.is_accepted:
-                await self._fill(client)
-            case Phase.open if self._ingest.is_ending or self._num_flushing:
-                self._end_look = self._look
-                with suppress(*DRIVER_ERRORS):
-                    await client.publish(self._batch_subject, b"", self._ingest.end())
-            case _:
-                pass  # an answer has to come first
-
-    async def _end_draining(self, client: Client) -> None:
-        """Open a batch, or go back to the single way, once nothing is under way."""
-        first, oldest = next(iter(self._unacked.items()), (0, None))
-        if oldest is not None and oldest.look is not None:
-            return
-        if oldest is None or not self._ingest.still_wants_batch(len(self._unacked)):
-            await self._send_window(client, None)
-            self._ingest.forget()
-            return
-        self._batch_prefix = f"{self._reply}{token_hex(8)}."
-        self._ingest.open(self._batch_prefix, first, len(self._unacked), self._unacked_bytes)
-        await self._append(client, first, oldest)
-
-    async def _fill(self, client: Client) -> None:
-        """Send what waits into the batch, and what is accepted meanwhile as well; then it is open.
-
-        Nothing of it had been sent before.
-        """
-        while waiting := [
-            (number, unacked) for number, unacked in self._unacked.items() if unacked.look is None
-        ]:
-            for number, unacked in waiting:
-                if self._ingest.phase is not Phase.opening:
-                    return
-                await self._append(client, number, unacked)
-        if self._ingest.phase is Phase.opening:
-            self._ingest.phase = Phase.open
-            self._work.set()
-
-    async def _append(self, client: Client, number: int, unacked: _Unacked) -> None:
-        self._batch_subject = unacked.subject
-        await self._send(client, number, unacked, self._ingest.next_reply())
-
-    def _on_batch_answer(self, message: Msg) -> None:
-        if not message.subject.startswith(self._batch_prefix):
-            return  # of a batch that is over
-        if self._ingest.phase is Phase.single:
-            return
-        taken = self._ingest.take(decode_answer(message.data) if message.data else None)
-        for number in taken.stored:
-            self._forget(number)
-        if taken.failure:
-            self._leave_batches(taken.failure)
-        else:
-            self._retry_seconds = FIRST_RETRY_SECONDS
-            if self._ingest.phase is not Phase.open:
-                self._work.set()
-
-    def _leave_batches(self, reason: str) -> None:
-        """Send all that is not known to be stored again, one by one."""
-        _logger.info("%s: %s; publishing without batches", self._stream_name, reason)
-        self._ingest.fail(asyncio.get_running_loop().time())
-        self._client = None
-        self._work.set()

@@ -1,4 +1,9 @@
-"""Reading a range of a stream: batches that we ask for, so a slow reader holds one batch only."""
+"""Reading a range of a stream: batches that we ask for, so a slow reader holds one batch only.
+
+In a cluster a consumer is on one node, which may have less than the stream (behind, full), or go
+away. So the end of the range is asked of the stream's leader, and where a consumer ends before it
+another one goes on, on a node of the cluster's choice, until all is read that is kept.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -9,21 +14,26 @@ import msgspec
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamState
 
 from kvatlas.events.bus import Message
-from kvatlas.events.nats_connection import NatsConnection
+from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
 from kvatlas.events.nats_consumer import SWEEP_SECONDS, parse_reply
-from kvatlas.schemas.errors import BusUnavailable
+from kvatlas.events.nats_quorum import patient_info
+from kvatlas.schemas.errors import BusUnavailable, RequestTimedOut
 
 BATCH_MESSAGES = 1000
 #: more than the largest message that our brokers take (8 MB), or that one is never sent
 BATCH_BYTES = 16 << 20
-#: consumers that are tried when the node of the one before is behind
-TRIES, RETRY_SECONDS = 20, 0.2
+#: a cluster whose consumers bring nothing new for so long is given up, an election being shorter
+STALLED_SECONDS, RETRY_SECONDS = 10.0, 0.2
+#: a consumer that is to be made on a node that cannot is never answered: ask for another one soon
+FIRST_PATIENCE_SECONDS = 1.0
 
-#: no more messages, and a next one that would exceed the batch; 503 is a consumer that is not ready
-ORDINARY_ENDS = ("404", "408", "409")
+#: no more messages; 503 and most of 409 are about the consumer, which is gone or not ready
+ORDINARY_ENDS = ("404", "408")
+#: a 409 that is about the batch: the next message would exceed it
+BATCH_IS_FULL = "Message Size Exceeds MaxBytes"
 
 _ask = msgspec.json.encode({"batch": BATCH_MESSAGES, "max_bytes": BATCH_BYTES, "no_wait": True})
 
@@ -31,19 +41,62 @@ _ask = msgspec.json.encode({"batch": BATCH_MESSAGES, "max_bytes": BATCH_BYTES, "
 async def read_range(
     connection: NatsConnection, stream_name: str, first: int, last: int
 ) -> AsyncGenerator[Message, None]:
-    """Yield the kept messages of a range; see `Bus.read_range`."""
-    next_sequence = max(1, first)
-    for tries_left in reversed(range(TRIES)):
-        part = _Part(connection, stream_name, next_sequence)
+    """Yield the kept messages of a range, all of them or raise; see `Bus.read_range`."""
+    clock = asyncio.get_running_loop().time
+    next_sequence, end = max(1, first), 0
+    stalled_at = clock() + STALLED_SECONDS
+    while next_sequence <= last:
+        part = await _opened(connection, stream_name, next_sequence)
+        if part.is_in_cluster and not end:
+            # Not before there is a consumer: making one takes a majority of the cluster.
+            end = min(last, (await _state(connection, stream_name)).last_seq)
         async with aclosing(part.read(last)) as messages:
             async for message in messages:
                 next_sequence = message.stream_sequence + 1
+                stalled_at = clock() + STALLED_SECONDS
                 yield message
-        if next_sequence > last or not await part.ended_early(next_sequence):
-            return
-        if tries_left:
-            await asyncio.sleep(RETRY_SECONDS)
-    raise BusUnavailable(f"the nodes that we were given are behind {stream_name}")
+        if not part.ended_because:
+            if not part.is_in_cluster or next_sequence > end:
+                return
+            state = await _state(connection, stream_name, with_deleted=True)
+            if not _keeps(state, next_sequence, end):
+                return
+        if clock() >= stalled_at:
+            text = part.ended_because or "the nodes that we were given are behind"
+            raise BusUnavailable(f"{stream_name} cannot be read beyond {next_sequence - 1}: {text}")
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _opened(connection: NatsConnection, stream_name: str, first: int) -> "_Part":
+    patience = FIRST_PATIENCE_SECONDS
+    while True:
+        part = _Part(connection, stream_name, first)
+        try:
+            await part.open(patience)
+        except RequestTimedOut:
+            if patience >= EXCHANGE_SECONDS:
+                raise
+            patience = min(2 * patience, EXCHANGE_SECONDS)
+        else:
+            return part
+
+
+async def _state(
+    connection: NatsConnection, stream_name: str, *, with_deleted: bool = False
+) -> StreamState:
+    info = await connection.call(
+        f"look at {stream_name}",
+        lambda client: patient_info(client, stream_name, with_deleted=with_deleted),
+    )
+    return info.state
+
+
+def _keeps(state: StreamState, first: int, last: int) -> bool:
+    """Say whether a stream has any message of a range."""
+    if not state.messages:
+        return False
+    first, last = max(first, state.first_seq), min(last, state.last_seq)
+    return last - first + 1 > sum(first <= gone <= last for gone in state.deleted or ())
 
 
 class _Part:
@@ -54,14 +107,24 @@ class _Part:
         self._first = first
         self._consumer = f"kvatlas-{token_hex(8)}"
         self._made_by: Client | None = None
-        #: the node of a cluster that the consumer is on
-        self._node: str | None = None
+        self.is_in_cluster = False
+        #: why it ended, if not because its node has no more
+        self.ended_because = ""
+
+    async def open(self, patience_seconds: float) -> None:
+        """Make the consumer."""
+        await self._connection.call(f"read {self._stream_name}", self._make, patience_seconds)
+
+    async def _make(self, client: Client) -> None:
+        config = _config(self._consumer, self._first)
+        info = await client.jsm().add_consumer(self._stream_name, config)
+        self._made_by, self.is_in_cluster = client, info.cluster is not None
 
     async def read(self, last: int) -> AsyncGenerator[Message, None]:
         """Yield up to `last`, or what the node has."""
         next_sequence, number = self._first, 1
         while next_sequence <= last:
-            batch = await self._connection.call(f"read {self._stream_name}", self._next_batch)
+            batch = await self._next_batch()
             for message, message_number, num_pending in batch.messages:
                 if message_number != number:
                     text = f"a message of {self._stream_name} was lost on its way"
@@ -73,29 +136,19 @@ class _Part:
                 yield message
                 if not num_pending:
                     return
-            if not batch.messages:
+            if not batch.messages or batch.refused:
+                self.ended_because = batch.refused
                 return
 
-    async def ended_early(self, next_sequence: int) -> bool:
-        """Say whether the stream has more than the node had, which is behind."""
-        if self._node is None:
-            return False
-        info = await self._connection.call(
-            f"look at {self._stream_name}",
-            lambda client: client.jsm().stream_info(self._stream_name),
-        )
-        if info.cluster is None or info.cluster.leader is None:
-            return True  # told by a node that led until now, which may be the one that is behind
-        replicas = info.cluster.replicas or ()
-        return info.state.last_seq >= next_sequence and any(
-            replica.name == self._node and not replica.current for replica in replicas
-        )
+    async def _next_batch(self) -> "_Batch":
+        try:
+            return await self._connection.call(f"read {self._stream_name}", self._ask_for_batch)
+        except RequestTimedOut:
+            if not self.is_in_cluster:
+                raise
+            return _Batch("its node answers nothing")
 
-    async def _next_batch(self, client: Client) -> "_Batch":
-        if self._made_by is None:
-            config = _config(self._consumer, self._first)
-            info = await client.jsm().add_consumer(self._stream_name, config)
-            self._made_by, self._node = client, info.cluster.leader if info.cluster else None
+    async def _ask_for_batch(self, client: Client) -> "_Batch":
         if client is not self._made_by:
             raise BusUnavailable("the connection was lost within a range")
         return await _read_batch(client, f"{self._stream_name}.{self._consumer}")
@@ -123,25 +176,25 @@ async def _read_batch(client: Client, stream_and_consumer: str) -> "_Batch":
     finally:
         with suppress(nats.errors.Error):
             await subscription.unsubscribe()
-    if batch.refused:
-        raise BusUnavailable(f"{stream_and_consumer} cannot be read: status {batch.refused}")
     return batch
 
 
 class _Batch:
     """The answer to one request: messages, then a status unless the batch is full."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: str = "") -> None:
         #: (message, its number at the consumer, how many the consumer has after it)
         self.messages: list[tuple[Message, int, int]] = []
         self.is_full = asyncio.Event()
-        #: the status that ended it, unless that is an ordinary end
-        self.refused = ""
+        #: what ended it, unless that is an ordinary end
+        self.refused = refused
 
     async def on_message(self, message: Msg) -> None:
         if message.headers is not None and "Status" in message.headers and not message.data:
             status = message.headers["Status"]
-            self.refused = "" if status in ORDINARY_ENDS else status
+            reason = message.headers.get("Description", "")
+            if status not in ORDINARY_ENDS and reason != BATCH_IS_FULL:
+                self.refused = f"{status} {reason}".rstrip()
             self.is_full.set()
             return
         stream_sequence, number, broker_ns, num_pending = parse_reply(message.reply)

@@ -4,6 +4,7 @@ from kvatlas.events.bus import StreamSpec
 
 KV_EVENTS = "KV_EVENTS"
 KV_DECISIONS = "KV_DECISIONS"
+KV_DEAD_LETTERS = "KV_DEAD_LETTERS"
 
 #: lease of each instance, with a time to live
 LEASES_BUCKET = "kv_leases"
@@ -11,6 +12,7 @@ LEASES_BUCKET = "kv_leases"
 EPOCHS_BUCKET = "kv_epochs"
 
 DAY_SECONDS = 86_400.0
+MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -41,6 +43,23 @@ def decisions_stream(
         max_bytes=max_bytes,
         max_age_seconds=max_age_seconds,
         replicas=replicas,
+    )
+
+
+def dead_letters_stream(
+    max_bytes: int = 64 * MIB, max_age_seconds: float = 7 * DAY_SECONDS, replicas: int = 1
+) -> StreamSpec:
+    """Return the spec of the dead letters: what no reader of the log could read, and why.
+
+    One message a subject, so that replicas which all find the same leave one letter.
+    """
+    return StreamSpec(
+        name=KV_DEAD_LETTERS,
+        subjects=("kv.dead.>",),
+        max_bytes=max_bytes,
+        max_age_seconds=max_age_seconds,
+        replicas=replicas,
+        max_messages_per_subject=1,
     )
 
 

@@ -5,6 +5,7 @@
     kv.lease.<worker>.<rank>              request: lease blocks at the instance's sidecar
     kv.inventory.<worker>.<rank>          request: publish your inventory
     kv.decisions.<model>                  decisions of routers
+    kv.dead.<worker>.<stream sequence>    what stands there in the log and could not be read
     kv.routers                            announcements of routers to one another
     kv.router.<id>                        request: a decision of this router
 
@@ -72,6 +73,16 @@ def decisions_subject(model: str) -> str:
     return f"kv.decisions.{escape_token(model)}"
 
 
+def dead_letter_subject(worker: str, stream_sequence: int) -> str:
+    """Return where the letter about a message of the log goes; `worker` may be empty (unknown)."""
+    return f"kv.dead.{escape_token(worker)}.{stream_sequence}"
+
+
+def dead_letters_of(worker: str) -> str:
+    """Return the pattern of all letters about a worker's messages."""
+    return f"kv.dead.{escape_token(worker)}.*"
+
+
 def router_subject(router_id: str) -> str:
     """Return where a router answers questions about its decisions."""
     return f"kv.router.{escape_token(router_id)}"
@@ -95,6 +106,16 @@ def parse_instance_subject(subject: str) -> InstanceId:
             return InstanceId(unescape_token(worker), int(rank))
         case _:
             raise InvalidSubject(subject)
+
+
+def worker_of(subject: str) -> str:
+    """Return whose subject of the log it is, by its own word; empty where it tells none."""
+    try:
+        if subject.startswith("kv.control."):
+            return parse_instance_subject(subject).worker
+        return parse_events_subject(subject)[1].worker
+    except InvalidSubject:
+        return ""
 
 
 def _instance(instance: InstanceId) -> str:

@@ -47,5 +47,12 @@ def a_stream(
     subjects: tuple[str, ...] = ("test.>",),
     max_bytes: int = 64 << 20,
     max_age_seconds: float = 3600.0,
+    max_messages_per_subject: int = 0,
 ) -> StreamSpec:
-    return StreamSpec(name, subjects, max_bytes, max_age_seconds)
+    return StreamSpec(
+        name,
+        subjects,
+        max_bytes,
+        max_age_seconds,
+        max_messages_per_subject=max_messages_per_subject,
+    )

@@ -1,0 +1,84 @@
+"""Who may speak for a stream: a node of its cluster that is cut off answers as well, with less.
+
+Tried on nats-server 2.15: a node that knows no leader answers `STREAM.INFO` with what it has
+itself, and names no leader. A leader that is cut off gives up after some 20 s and answers until
+then, while its successor is there after 4 to 9 s. But it says when it has last heard of each
+follower, which is within a second while all is well.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from nats.aio.client import Client
+from nats.errors import NoRespondersError
+from nats.js.api import ClusterInfo, PeerInfo, StreamInfo
+from nats.js.errors import APIError, ServiceUnavailableError
+
+#: a follower that was heard of within this has not elected another leader; below 4 s
+HEARD_SECONDS = 3.0
+#: JetStream's own word for a node that knows no leader
+NO_LEADER = 10008
+TRY_SECONDS, RETRY_SECONDS = 1.0, 0.2
+
+
+def is_without_leader(error: BaseException) -> bool:
+    """Say whether an answer of JetStream says that there is nobody who could answer."""
+    return isinstance(error, ServiceUnavailableError) and error.err_code in (None, NO_LEADER)
+
+
+def speaks_for_majority(cluster: ClusterInfo | None) -> bool:
+    """Say whether what a node told is what the stream has; on a broker of its own it always is."""
+    if cluster is None:
+        return True
+    replicas: Sequence[PeerInfo] = cluster.replicas or ()
+    num_heard = 1 + sum(0 < (peer.active or 0) < HEARD_SECONDS * 1e9 for peer in replicas)
+    return bool(cluster.leader) and 2 * num_heard > 1 + len(replicas)
+
+
+def told_by_leader(info: StreamInfo) -> StreamInfo:
+    """Return what was told, if by a node that may speak for the stream.
+
+    Raises what nats-py raises for a node that knows no leader.
+    """
+    if not speaks_for_majority(info.cluster):
+        text = f"{info.config.name} has no leader"
+        raise ServiceUnavailableError(code=503, err_code=NO_LEADER, description=text)
+    return info
+
+
+async def info_of_leader(
+    client: Client, stream_name: str, *, with_deleted: bool = False
+) -> StreamInfo:
+    """Ask once about a stream. Raises what nats-py raises, also where nobody speaks for it."""
+    asked = json.dumps({"deleted_details": True}).encode() if with_deleted else b""
+    subject = f"$JS.API.STREAM.INFO.{stream_name}"
+    try:
+        answer = json.loads((await client.request(subject, asked, 60.0)).data)
+    except NoRespondersError as error:
+        raise ServiceUnavailableError(code=503, description="no JetStream") from error
+    if "error" in answer:
+        raise APIError.from_error(answer["error"])
+    info: StreamInfo = StreamInfo.from_response(answer)
+    return told_by_leader(info)
+
+
+async def patient_info(
+    client: Client, stream_name: str, *, with_deleted: bool = False
+) -> StreamInfo:
+    """Ask until the leader answers; who calls bounds it.
+
+    What was asked while there was no leader is never answered, so ask again, each time with more
+    patience for a broker that is slow.
+    """
+    patience = TRY_SECONDS
+    while True:
+        try:
+            async with asyncio.timeout(patience):
+                return await info_of_leader(client, stream_name, with_deleted=with_deleted)
+        except TimeoutError:
+            patience *= 2
+        except ServiceUnavailableError as error:
+            if error.err_code != NO_LEADER:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
