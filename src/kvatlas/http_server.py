@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, Generator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvatlas.schemas.errors import InvalidSetting
 
@@ -19,6 +20,25 @@ class _Server(uvicorn.Server):
         yield
 
 
+class Served:
+    """The application behind a server. Another may take its place while the server runs.
+
+    A connection that is open then goes on with the new one, by uvicorn's own protocol.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on one request."""
+        await self.app(scope, receive, send)
+
+    def protocol(self, **connection: Any) -> asyncio.Protocol:
+        """Return what reads a new connection; the application may have a protocol of its own."""
+        protocol = getattr(self.app, "http_protocol", AutoHTTPProtocol)
+        return cast(Callable[..., asyncio.Protocol], protocol)(**connection)
+
+
 class HttpServer:
     """A listening socket that can serve one application."""
 
@@ -29,11 +49,12 @@ class HttpServer:
         self.url = f"http://{shown}:{port}"
 
     @contextlib.asynccontextmanager
-    async def serving(self, app: Any) -> AsyncGenerator[None, None]:
+    async def serving(self, app: Any) -> AsyncGenerator[Served, None]:
         """Serve the application while the block runs; requests under way may end first."""
+        served = Served(app)
         config = uvicorn.Config(
-            app,
-            http=getattr(app, "http_protocol", "auto"),
+            served,
+            http=cast(type[asyncio.Protocol], served.protocol),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=3,
@@ -41,7 +62,7 @@ class HttpServer:
         server = _Server(config)
         task = asyncio.create_task(server.serve([self._listener]))
         try:
-            yield
+            yield served
         finally:
             server.should_exit = True
             await task

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 from kvatlas.http_server import bound_socket
@@ -29,29 +29,37 @@ RESTART_SECONDS = 1.0
 _logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def kept_port(host: str, port: int) -> Generator[int, None, None]:
+    """Keep a port (0 takes a free one) for those who share it while they come and go.
+
+    Raises InvalidSetting for a port that cannot be had.
+    """
+    # a port that somebody else shares could be bound once more, and its requests would be split
+    with bound_socket(host, port, is_port_shared=False):
+        pass
+    # never listens
+    with bound_socket(host, port, is_port_shared=True) as keeper:
+        yield keeper.getsockname()[1]
+
+
 @contextlib.asynccontextmanager
 async def router_processes(
-    count: int, settings: Settings, nats_url: str, index_folder: Path
+    count: int, settings: Settings, nats_url: str, index_folder: Path, port: int
 ) -> AsyncGenerator[str, None]:
     """Run the routers while the block runs; yields their common URL once all of them listen.
 
-    Raises InvalidSetting for a port that cannot be had, and RouterNotStarted.
+    Raises RouterNotStarted.
     """
     host = settings.router.host
-    # a port that somebody else shares could be bound once more, and its requests would be split
-    with bound_socket(host, settings.router.port, is_port_shared=False):
-        pass
-    # never listens: it keeps the port while routers come and go
-    with bound_socket(host, settings.router.port, is_port_shared=True) as keeper:
-        port = keeper.getsockname()[1]
-        environment = _environment(settings, nats_url, index_folder, port)
-        routers = [_Router(environment) for _ in range(count)]
-        try:
-            await asyncio.gather(*(router.start() for router in routers))
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{port}"
-        finally:
-            await asyncio.gather(*(router.stop() for router in routers))
+    environment = _environment(settings, nats_url, index_folder, port)
+    routers = [_Router(environment) for _ in range(count)]
+    try:
+        await asyncio.gather(*(router.start() for router in routers))
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{port}"
+    finally:
+        await asyncio.gather(*(router.stop() for router in routers))
 
 
 class _Router:

@@ -9,20 +9,21 @@ other processes, which then have none of their own.
 
 import asyncio
 import contextlib
-import json
-import logging
+import gc
+import os
+import socket
 import sys
-import tempfile
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Literal
 
+from kvatlas.broker import broker_url, bus_of, connected, shown
 from kvatlas.events.archiver import Archiver
-from kvatlas.events.bus import Bus, StreamSpec
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
+from kvatlas.events.bus import Bus
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.streams import KV_DECISIONS, decisions_stream, events_stream
-from kvatlas.http_server import http_server
+from kvatlas.events.streams import KV_DECISIONS
+from kvatlas.face import Face
+from kvatlas.indexer.dead_letter_metrics import DeadLetterCollector
+from kvatlas.indexer.dead_letter_writing import DeadLetterSettings
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.reader import IndexReader
@@ -34,27 +35,19 @@ from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.warming import warm_kernels
-from kvatlas.router.app import create_app
+from kvatlas.role import Role, role, stopping_with
+from kvatlas.router.app import RouterApp, create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import IndexFeed, RouterService
 from kvatlas.router.siblings import Siblings, SiblingState
-from kvatlas.router_processes import router_processes
+from kvatlas.router_processes import kept_port, router_processes
 from kvatlas.runtime_folder import runtime_folder
-from kvatlas.schemas.errors import (
-    BusUnavailable,
-    InvalidSetting,
-    ServerNotStarted,
-    StreamRefused,
-)
+from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_fleet import EngineOptions, worker_fleet
-from kvatlas.worker_hooks.process import process_ended, signals_call
 
-BROKER_RETRY_SECONDS = 1.0
 #: loading kernels from the cache takes less
 LONG_WARM_SECONDS = 1.0
-
-_logger = logging.getLogger(__name__)
 
 
 async def serve_all(
@@ -68,167 +61,104 @@ async def serve_all(
 
     With `num_routers` they are processes of their own, which read this one's index; 0 is one here.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        stopped = await enter(_until_stopped())
-        nats_url = await enter(_broker(settings))
-        bus = await enter(_bus(settings, nats_url))
-        await enter(_archive(settings, bus, stopped))
-        folder = _shared_folder(settings)
-        if num_routers and folder is None:
-            folder = stack.enter_context(runtime_folder()) / "index"
-        service = await enter(_index(settings, bus, stopped, folder))
-        urls = {}
+    async with role(as_json, parent_pid) as it:
+        enter, at, urls = it.parts.enter_async_context, settings.router, dict[str, str]()
+        port, folder = at.port, _shared_folder(settings)
+        if num_routers:
+            port = it.parts.enter_context(kept_port(at.host, port))
+            folder = folder or it.parts.enter_context(runtime_folder()) / "index"
+        is_port_shared = bool(num_routers) or at.is_port_shared
+        face = await it.faces.enter_async_context(_face(it, settings, port, is_port_shared))
+        if num_routers or not at.is_port_shared:  # where others share it, they answer meanwhile
+            await face.show()
+        nats_url = await enter(broker_url(settings))
+        bus = await enter(bus_of(settings, nats_url))
+        await _connect(it, bus, settings)
+        await enter(_archive(settings, bus, it.stopped))
+        service = await enter(_index(settings, bus, it.stopped, folder))
         if not num_routers:
-            urls["router"] = await enter(_router(settings, bus, service.index, service))
+            app, siblings = await enter(_router(settings, bus, service.index, service))
+            await enter(siblings)
+            await face.show(app)
+            urls["router"] = face.url
         await enter(worker_fleet(engines, settings, nats_url, service))
         await service.wait_ready()
         if num_routers and folder is not None:
-            urls["router"] = await enter(router_processes(num_routers, settings, nats_url, folder))
-            urls["indexer"] = await enter(_index_pages(settings, service, settings.router.host, 0))
-        _announce(as_json, **urls, nats=nats_url, archive=settings.archive.url)
-        if parent_pid:
-            await enter(_stopping_with(process_ended(parent_pid), stopped))
-        await stopped.wait()
+            routers = router_processes(num_routers, settings, nats_url, folder, port)
+            urls["router"] = await enter(routers)
+            await face.close()
+            pages = await it.faces.enter_async_context(_face(it, settings, 0))
+            await pages.show(_index_app(settings, service))
+            urls["indexer"] = pages.url
+        it.announcement.now(**urls, nats=shown(nats_url), archive=settings.archive.url)
+        await it.stopped.wait()
 
 
 async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -> None:
     """Run a router on an existing broker until SIGTERM or SIGINT, or the parent's end (0: no).
 
-    Its index is its own, or another process's if `indexer.shared_folder` names one.
+    Its index is its own, or another process's if `indexer.shared_folder` names one; that one it
+    reads while there is no broker, too.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        stopped = await enter(_until_stopped())
-        bus = await enter(_bus(settings, settings.nats.url))
+    async with role(as_json, parent_pid) as it:
+        enter, at = it.parts.enter_async_context, settings.router
+        face = await it.faces.enter_async_context(_face(it, settings, at.port, at.is_port_shared))
+        bus = await enter(bus_of(settings, settings.nats.url))
         if settings.indexer.shared_folder:
             await _warm()
             reader = SharedIndexReader(Path(settings.indexer.shared_folder))
-            router_url = await enter(_router(settings, bus, reader, reader))
+            app, siblings = await enter(_router(settings, bus, reader, reader))
+            await face.show(app)
+            it.announcement.soon(it.wait, router=face.url, nats=shown(settings.nats.url))
+            await _connect(it, bus, settings)
         else:
-            service = await enter(_index(settings, bus, stopped))
-            router_url = await enter(_router(settings, bus, service.index, service))
-        _announce(as_json, router=router_url, nats=settings.nats.url)
-        if parent_pid:
-            await enter(_stopping_with(process_ended(parent_pid), stopped))
-        await stopped.wait()
+            if not at.is_port_shared:
+                await face.show()
+                it.announcement.soon(it.wait, router=face.url, nats=shown(settings.nats.url))
+            await _connect(it, bus, settings)
+            service = await enter(_index(settings, bus, it.stopped))
+            app, siblings = await enter(_router(settings, bus, service.index, service))
+        await enter(siblings)
+        await face.show(app)
+        it.announcement.now(router=face.url, nats=shown(settings.nats.url))
+        await it.stopped.wait()
 
 
 async def serve_indexer(settings: Settings, as_json: bool) -> None:
     """Run an index that answers questions and decides nothing, until SIGTERM or SIGINT."""
-    folder = _shared_folder(settings)
-    async with (
-        _until_stopped() as stopped,
-        _bus(settings, settings.nats.url) as bus,
-        _index(settings, bus, stopped, folder) as service,
-        _index_pages(settings, service, settings.router.host, settings.router.port) as url,
-    ):
-        _announce(as_json, indexer=url, nats=settings.nats.url)
-        await stopped.wait()
+    async with role(as_json) as it:
+        face = await it.faces.enter_async_context(_face(it, settings, settings.router.port))
+        await face.show()
+        bus = await it.parts.enter_async_context(bus_of(settings, settings.nats.url))
+        it.announcement.soon(it.wait, indexer=face.url, nats=shown(settings.nats.url))
+        await _connect(it, bus, settings)
+        folder = _shared_folder(settings)
+        service = await it.parts.enter_async_context(_index(settings, bus, it.stopped, folder))
+        await face.show(_index_app(settings, service))
+        it.announcement.now(indexer=face.url, nats=shown(settings.nats.url))
+        await it.stopped.wait()
 
 
 async def serve_archive(settings: Settings, as_json: bool) -> None:
     """Write the streams of an existing broker into the archive until SIGTERM or SIGINT."""
     async with (
-        _until_stopped() as stopped,
-        _bus(settings, settings.nats.url) as bus,
-        _archive(settings, bus, stopped),
+        role(as_json) as it,
+        bus_of(settings, settings.nats.url) as bus,
+        connected(bus, settings),
+        _archive(settings, bus, it.stopped),
     ):
-        _announce(as_json, archive=settings.archive.url, nats=settings.nats.url)
-        await stopped.wait()
+        it.announcement.now(archive=settings.archive.url, nats=shown(settings.nats.url))
+        await it.stopped.wait()
 
 
-@contextlib.asynccontextmanager
-async def _until_stopped() -> AsyncGenerator[asyncio.Event, None]:
-    """Yield what a signal sets; a signal that comes while the role still starts ends its start."""
-    stopped, role = _Stopped(), asyncio.current_task()
-    assert role is not None
-
-    def stop(_: str) -> None:
-        stopped.set()
-        if not stopped.is_awaited:
-            role.cancel()
-
-    async with signals_call(stop):
-        try:
-            yield stopped
-        except asyncio.CancelledError:
-            if not stopped.is_set():
-                raise
+def _face(it: Role, settings: Settings, port: int, is_port_shared: bool = False) -> Face:
+    return Face(it.wait, settings.router, port, is_port_shared=is_port_shared)
 
 
-class _Stopped(asyncio.Event):
-    """An event that knows whether its role has come to wait for it."""
-
-    is_awaited = False
-
-    async def wait(self) -> Literal[True]:
-        self.is_awaited = True
-        return await super().wait()
-
-
-@contextlib.asynccontextmanager
-async def _broker(settings: Settings) -> AsyncGenerator[str, None]:
-    """Yield the URL of the given broker, or of an embedded one that ends with the block."""
-    if settings.nats.url:
-        yield settings.nats.url
-        return
-    with contextlib.ExitStack() as stack:
-        folder = settings.nats.folder or stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="kvatlas-nats-")
-        )
-        async with embedded_server(Path(folder)) as server:
-            watch = asyncio.create_task(_keep_up(server))
-            try:
-                yield server.url
-            finally:
-                watch.cancel()
-                await asyncio.wait((watch,))
-
-
-async def _keep_up(server: EmbeddedServer) -> None:
-    """Start the broker again whenever it ends, which only a crash or a kill does here."""
-    while True:
-        await server.ended()
-        _logger.error("the embedded broker has ended and is started again")
-        try:
-            await server.restart()
-        except ServerNotStarted as error:
-            _logger.error("%s", error)
-            await asyncio.sleep(BROKER_RETRY_SECONDS)
-
-
-@contextlib.asynccontextmanager
-async def _bus(settings: Settings, url: str) -> AsyncGenerator[Bus, None]:
-    creds = Path(settings.nats.credentials) if settings.nats.credentials else None
-    log = settings.log
-    streams = (
-        events_stream(log.max_bytes, log.max_age_seconds, log.replicas),
-        decisions_stream(log.decisions_max_bytes, log.decisions_max_age_seconds, log.replicas),
-    )
-    async with NatsBus(url, creds_file=creds, replicas=log.replicas) as bus:
-        for stream in streams:
-            await bus.declare_stream(stream)
-        connected = asyncio.Event()
-        bus.on_connection(lambda is_connected: connected.set() if is_connected else None)
-        declaring = asyncio.create_task(_declare_again(bus, streams, connected))
-        try:
-            yield bus
-        finally:
-            declaring.cancel()
-            await asyncio.wait((declaring,))
-
-
-async def _declare_again(bus: Bus, streams: Sequence[StreamSpec], connected: asyncio.Event) -> None:
-    """Declare the streams on each connect: a broker may come back without its data."""
-    while True:
-        await connected.wait()
-        connected.clear()
-        for stream in streams:
-            try:
-                await bus.declare_stream(stream)
-            except (BusUnavailable, StreamRefused) as error:
-                _logger.error("stream %s: %s", stream.name, error)
+async def _connect(it: Role, bus: NatsBus, settings: Settings) -> None:
+    it.wait.begin_with(bus)
+    await it.parts.enter_async_context(connected(bus, settings))
+    it.wait.begin("loading the index")
 
 
 @contextlib.asynccontextmanager
@@ -245,15 +175,20 @@ async def _index(
         index = FlatRadixIndex(arrays=shared)
     else:
         index = ReferenceIndex()
-    async with (
-        IndexService(
-            bus, IndexState(index), shared=shared, snapshots=_snapshots(settings)
-        ) as service,
-        _stopping_with(service.failed.wait(), stopped),
-    ):
-        yield service
-    if service.failure is not None:
-        raise service.failure
+    service = IndexService(
+        bus,
+        IndexState(index),
+        name=f"{socket.gethostname()}:{os.getpid()}",
+        shared=shared,
+        snapshots=_snapshots(settings),
+        dead_letters=DeadLetterSettings(),
+    )
+    try:
+        async with service, stopping_with(service.failed.wait(), stopped):
+            yield service
+    finally:
+        if service.failure is not None:
+            raise service.failure
 
 
 def _snapshots(settings: Settings) -> SnapshotSettings | None:
@@ -268,6 +203,10 @@ def _snapshots(settings: Settings) -> SnapshotSettings | None:
 async def _warm() -> None:
     """Have the kernels before anybody asks, and say so where that takes long."""
     seconds, num_compiled, folder = await asyncio.to_thread(warm_kernels)
+    # what compiled code keeps lives as long as the process, and to look through it for garbage
+    # would stop every answer for some 20 ms
+    gc.collect()
+    gc.freeze()
     if num_compiled and seconds > LONG_WARM_SECONDS:
         where = f"into {folder}" if folder else "for this process alone: no cache can be written"
         text = f"kernels  {num_compiled} compiled in {seconds:.1f} s, {where}"
@@ -278,30 +217,22 @@ def _shared_folder(settings: Settings) -> Path | None:
     return Path(settings.indexer.shared_folder) if settings.indexer.shared_folder else None
 
 
-@contextlib.asynccontextmanager
-async def _index_pages(
-    settings: Settings, service: IndexService, host: str, port: int
-) -> AsyncGenerator[str, None]:
-    """Answer questions about the index over HTTP; yields the URL."""
-    async with http_server(host, port) as server:
-        router = RouterService(
-            service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
-        )
-        app = create_app(router, decides=False)
-        app.metrics.registry.register(SnapshotCollector(service))
-        async with server.serving(app):
-            yield server.url
+def _index_app(settings: Settings, service: IndexService) -> RouterApp:
+    """Return what answers questions about the index over HTTP."""
+    router = RouterService(
+        service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
+    )
+    app = create_app(router, decides=False)
+    _measure(app, service)
+    return app
 
 
 @contextlib.asynccontextmanager
 async def _router(
     settings: Settings, bus: Bus, index: IndexReader, feed: IndexFeed
-) -> AsyncGenerator[str, None]:
-    at = settings.router
-    async with (
-        http_server(at.host, at.port, at.is_port_shared) as server,
-        StreamDecisionLog(bus.publisher(KV_DECISIONS), settings.router) as log,
-    ):
+) -> AsyncGenerator[tuple[RouterApp, Siblings], None]:
+    """Yield a router's application, and what is to be entered once there is a broker."""
+    async with StreamDecisionLog(bus.publisher(KV_DECISIONS), settings.router) as log:
         router = RouterService(
             index,
             feed,
@@ -310,13 +241,17 @@ async def _router(
             fleet_key=settings.fleet.key_bytes,
         )
         state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
-        async with Siblings(bus, state, router.log.find) as siblings:
-            router.say = siblings.say
-            app = create_app(router, siblings=siblings)
-            if isinstance(feed, IndexService):
-                app.metrics.registry.register(SnapshotCollector(feed))
-            async with server.serving(app):
-                yield server.url
+        siblings = Siblings(bus, state, router.log.find)
+        router.say = siblings.say
+        app = create_app(router, siblings=siblings)
+        if isinstance(feed, IndexService):
+            _measure(app, feed)
+        yield app, siblings
+
+
+def _measure(app: RouterApp, service: IndexService) -> None:
+    app.metrics.registry.register(SnapshotCollector(service))
+    app.metrics.registry.register(DeadLetterCollector(service))
 
 
 @contextlib.asynccontextmanager
@@ -332,30 +267,7 @@ async def _archive(
     with archive:
         async with (
             Archiver(bus, archive) as archiver,
-            _stopping_with(archiver.ended.wait(), stopped),
+            stopping_with(archiver.ended.wait(), stopped),
         ):
             yield
             await archiver.caught_up()
-
-
-@contextlib.asynccontextmanager
-async def _stopping_with(
-    ending: Coroutine[Any, Any, object], stopped: asyncio.Event
-) -> AsyncGenerator[None, None]:
-    """Stop the role when `ending` returns: half a role looks alive and is not."""
-    task = asyncio.ensure_future(ending)
-    task.add_done_callback(lambda ended: None if ended.cancelled() else stopped.set())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-def _announce(as_json: bool, **addresses: str) -> None:
-    """Say where things are, once they can be used."""
-    found = {name: address for name, address in addresses.items() if address}
-    if as_json:
-        print(json.dumps(found), flush=True)
-        return
-    for name, address in found.items():
-        print(f"{name:<8} {address}", flush=True)

@@ -1,0 +1,123 @@
+"""What others see of a process: an HTTP server from its first moment on, and a line on stdout."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.http_server import Served, http_server
+from kvatlas.router.waiting import WaitingApp
+from kvatlas.schemas.settings import RouterSettings
+
+#: how long a broker may be away before it is said where the process can be asked about it
+ANNOUNCE_SECONDS = 2.0
+
+
+class Wait:
+    """What a role waits for and for how long; for a broker, once it is known which."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._since = clock, clock()
+        self._step = "starting"
+        self._bus: NatsBus | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker is there."""
+        return self._bus is not None and self._bus.connected
+
+    @property
+    def why(self) -> str:
+        """What is waited for."""
+        step = self._step
+        if self._bus is not None and not self._bus.connected:
+            step = f"no broker at {self._bus.where}: trying"
+        return f"{step} for {self._clock() - self._since:.0f} s"
+
+    def begin(self, step: str) -> None:
+        """Go on to the next thing."""
+        self._step, self._since = step, self._clock()
+
+    def begin_with(self, bus: NatsBus) -> None:
+        """Go on to wait for a broker; from now on it may be away."""
+        self._bus = bus
+        self.begin(f"looking at the streams of {bus.where}")
+
+
+class Face:
+    """An HTTP server that says what its role waits for, and then shows an application.
+
+    On a port that others share it listens only once there is one: until then they answer.
+    """
+
+    def __init__(
+        self, wait: Wait, at: RouterSettings, port: int, *, is_port_shared: bool = False
+    ) -> None:
+        self._wait, self._at, self._port = wait, at, port
+        self._is_port_shared = is_port_shared
+        self._stack = contextlib.AsyncExitStack()
+        self._served: Served | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def show(self, app: Any = None) -> None:
+        """Answer with an application, by default with what the role waits for.
+
+        Raises InvalidSetting for a port that cannot be had.
+        """
+        app = app or WaitingApp(self._wait, self._at.policy)
+        if self._served is not None:
+            self._served.app = app
+            return
+        listening = http_server(self._at.host, self._port, self._is_port_shared)
+        server = await self._stack.enter_async_context(listening)
+        self._served = await self._stack.enter_async_context(server.serving(app))
+        self.url = server.url
+
+    async def close(self) -> None:
+        """Listen no more; requests under way may end first."""
+        await self._stack.aclose()
+
+
+class Announcement:
+    """Says once where things are: when they can be used, or soon if there is no broker."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._is_said = as_json, False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def soon(self, wait: Wait, **addresses: str) -> None:
+        """Say it after a moment, unless it has been said or there is a broker by then."""
+
+        def say() -> None:
+            if not wait.connected:
+                self.now(**addresses)
+
+        self._timer = asyncio.get_running_loop().call_later(ANNOUNCE_SECONDS, say)
+
+    def now(self, **addresses: str) -> None:
+        """Say it, unless it has been said; what is empty is left out."""
+        if self._is_said:
+            return
+        self._is_said = True
+        found = {name: address for name, address in addresses.items() if address}
+        if self._as_json:
+            print(json.dumps(found), flush=True)
+            return
+        for name, address in found.items():
+            print(f"{name:<8} {address}", flush=True)

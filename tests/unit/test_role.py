@@ -1,0 +1,105 @@
+"""What a process says of itself before it is of use, and how its start can be ended."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.face import Announcement, Wait
+from kvatlas.role import stopping_with, until_stopped
+from kvatlas.router.waiting import WaitingApp
+
+
+class TestWait:
+    def test_it_says_what_for_and_for_how_long(self) -> None:
+        now = 100.0
+        wait = Wait(lambda: now)
+        now = 102.4
+        assert (wait.connected, wait.why) == (False, "starting for 2 s")
+        wait.begin_with(NatsBus("nats://user:secret@a:1,nats://b:2"))
+        now = 105.4
+        assert wait.why == "no broker at nats://a:1, nats://b:2: trying for 3 s"
+
+
+class TestWaitingApp:
+    @pytest.fixture
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(WaitingApp(Wait(lambda: 0.0), "random"))
+        return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+    async def test_it_is_alive_and_can_be_measured(self, client: httpx.AsyncClient) -> None:
+        alive = await client.get("/healthz")
+        assert (alive.status_code, alive.json()["status"]) == (200, "ok")
+        measured = await client.get("/metrics")
+        assert measured.status_code == 200
+        assert 'policy="random"' in measured.text
+        assert "\nkv_ready 0.0\n" in measured.text
+
+    @pytest.mark.parametrize("path", ["/readyz", "/", "/v1/workers", "/anything"])
+    async def test_all_else_is_to_be_asked_later(
+        self, client: httpx.AsyncClient, path: str
+    ) -> None:
+        for answer in (await client.get(path), await client.post(path, content=b"x")):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert answer.json()["detail"] == "starting for 0 s"
+
+
+class TestAnnouncement:
+    async def test_it_is_said_once_and_leaves_out_what_is_empty(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with Announcement(as_json=True) as announcement:
+            announcement.now(router="http://r", archive="")
+            announcement.now(router="http://r", archive="sqlite://")
+        assert json.loads(capsys.readouterr().out) == {"router": "http://r"}
+
+    async def test_it_does_not_wait_for_a_broker(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvatlas.face.ANNOUNCE_SECONDS", 0.0)
+        with Announcement(as_json=False) as announcement:
+            announcement.soon(Wait(), router="http://r")
+            await asyncio.sleep(0.01)
+            announcement.now(router="http://r")
+        assert capsys.readouterr().out == "router   http://r\n"
+
+    async def test_one_that_fails_before_says_nothing(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvatlas.face.ANNOUNCE_SECONDS", 0.0)
+        with Announcement(as_json=False) as announcement:
+            announcement.soon(Wait(), router="http://r")
+        await asyncio.sleep(0.01)
+        assert capsys.readouterr().out == ""
+
+
+class TestStopped:
+    async def test_a_part_that_ends_ends_a_start_that_waits(self) -> None:
+        async def ended() -> None:
+            return
+
+        async def starting() -> None:
+            async with until_stopped() as stopped, stopping_with(ended(), stopped):
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(starting(), 5)
+
+    async def test_once_it_is_waited_for_it_cancels_nothing(self) -> None:
+        async with until_stopped() as stopped:
+            asyncio.get_running_loop().call_soon(stopped.set)
+            await stopped.wait()
+            await asyncio.sleep(0)
+
+    async def test_what_others_cancel_is_cancelled(self) -> None:
+        async def starting() -> None:
+            async with until_stopped():
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(starting())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
