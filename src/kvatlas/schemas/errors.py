@@ -5,6 +5,7 @@ KvatlasError
     MalformedBatch             a payload is no event batch
       BatchTooLarge            more bytes than the limit
       UnsupportedVersion       a newer major version of the wire
+    MalformedLetter            a message among the dead letters is none
     MalformedEvent             a record of the ring is no event of an engine
     InvalidBlock               token, block size or extra that cannot be hashed
     InvalidSetting             a setting that is unknown or out of range
@@ -21,6 +22,7 @@ KvatlasError
     UnknownDecision            no decision with this id
     UnknownPolicy              no policy of this name
     UnknownInstance            no instance of the index with this number
+    UnknownLetter              no dead letter about this message of the log
   Unavailable                  something that we need is away for now
     BusUnavailable             no broker, or it does not answer
       RequestTimedOut          nobody answered within the deadline
@@ -89,6 +91,10 @@ class UnsupportedVersion(MalformedBatch):
     def __init__(self, found: int, supported: int) -> None:
         super().__init__(f"wire version {found}, this reader knows up to {supported}")
         self.found, self.supported = found, supported
+
+
+class MalformedLetter(InvalidInput):
+    """A message among the dead letters is none, or of a newer major version."""
 
 
 class MalformedEvent(InvalidInput):
@@ -189,6 +195,14 @@ class UnknownPolicy(NotFound):
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
         super().__init__(f"no policy {name!r}; known: {', '.join(known)}")
         self.name, self.known = name, known
+
+
+class UnknownLetter(NotFound):
+    """No dead letter about a message of the log, or not any more."""
+
+    def __init__(self, stream_sequence: int) -> None:
+        super().__init__(f"no dead letter about message {stream_sequence} of the log")
+        self.stream_sequence = stream_sequence
 
 
 class UnknownInstance(NotFound):

@@ -15,12 +15,18 @@ from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.ids import InstanceId, Name, Rank, Tier
 
 #: major * 100 + minor. Readers refuse a newer major and accept every minor of theirs.
-WIRE_VERSION = 100
+WIRE_VERSION = 101
+#: the oldest minor that a publisher can be told to write, for readers that know no newer one
+OLDEST_WIRE_VERSION = 100
+#: the first with NamespacesMuted; writers of an older one say Doubted instead
+MUTED_WIRE_VERSION = 101
 
 #: ms since 1970 or a little more; nothing far in the future, which no later epoch could pass
 Epoch = Annotated[int, Meta(ge=1, le=2**44)]
 Sequence = Annotated[int, Meta(ge=1)]
 Hash16 = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
+#: namespaces in one NamespacesMuted
+MAX_MUTED_ROOTS = 4096
 
 
 def _whole(hashes: bytes) -> None:
@@ -111,6 +117,21 @@ class Doubted(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
     reason: str
 
 
+class NamespacesMuted(Struct, frozen=True, array_like=True, tag="muted", gc=False):
+    """Of these namespaces the instance holds more than it says; of all others it says everything.
+
+    Replaces what was said of this before in the epoch; no roots: there is none any more. What is
+    said of a muted namespace is true, and digests count what has been said. Said when it changes
+    and again before digests, so that it is known before a loss is found to be none.
+    """
+
+    roots: Annotated[bytes, Meta(max_length=BLOCK_HASH_BYTES * MAX_MUTED_ROOTS)]
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        _whole(self.roots)
+
+
 class Inventory(Struct, frozen=True, array_like=True, tag="inventory", gc=False):
     """One part of all that a tier holds right after sequence `as_of_seq`; all parts replace it.
 
@@ -146,6 +167,7 @@ KvEvent = (
     | NamespaceSeen
     | Resync
     | Doubted
+    | NamespacesMuted
     | Inventory
     | Digest
 )

@@ -105,6 +105,8 @@ class CandidateScore(Struct, frozen=True):
     predicted_tokens: int = 0
     #: time to first token as predicted, without the terms that only steer
     expected_ttft_ms: float = 0.0
+    #: why its trust is less than the worker's own: `namespace_muted: ...`, empty where it is not
+    trust_reason: str = ""
 
 
 class ChainGroup(Struct, frozen=True):

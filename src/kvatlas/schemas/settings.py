@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.kv_events import OLDEST_WIRE_VERSION, WIRE_VERSION
 
 ENVIRONMENT_PREFIX = "KVATLAS_"
 #: between section and key. Two underscores: Kubernetes announces a service named kvatlas-router as
@@ -55,6 +56,10 @@ class LogSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: losing old decisions costs explanations only
     decisions_max_bytes: Count = 128 * 1024**2
     decisions_max_age_seconds: Positive = 7 * 24 * 3600.0
+    #: losing old dead letters costs bug reports only; for less time than the log lasts, each start
+    #: of an index writes them again
+    dead_letters_max_bytes: Count = 64 * 1024**2
+    dead_letters_max_age_seconds: Positive = 7 * 24 * 3600.0
     #: 1 on one broker, 3 in a cluster
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
 
@@ -64,6 +69,9 @@ class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     #: hex; keys the roots of salted namespaces. Members with different keys never match salted KV
     key: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$")] = ""
+    #: minor of the wire that workers write. The newest tells most; while readers of an older
+    #: release run, theirs: they skip what they do not know, and may call too much exact (ADR-0012)
+    wire_version: Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
 
     @property
     def key_bytes(self) -> bytes:
@@ -172,11 +180,19 @@ class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
     pull_deadline_seconds: Positive = 2.0
     #: events that wait for the broker; more become one resync, and the whole inventory is sent
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024**2
+    #: and none of them for longer; an inventory says the same in less than a long story. Less than
+    #: a cluster's election (10 s) makes each of them cost every worker an inventory
+    max_outbox_seconds: Seconds = 300.0
     #: after a message left, events are put together for so long; long delays what readers know, 0
     #: sends what there is at once: more messages, each of which costs broker and readers
     coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
     #: but not to messages larger than this; few save nothing, many make readers halt
     coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
+    #: what may be told of one namespace (a tenant): blocks stored and removed. More mutes it for a
+    #: while, and answers about it are `degraded`; low mutes honest tenants, 0 limits nobody
+    namespace_blocks_per_second: NotNegative = 50_000.0
+    #: and at once; below what the engine holds, its listing after a loss mutes who holds much
+    namespace_burst_blocks: Positive = 1_000_000.0
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import NUM_TIERS, Tier
-from kvatlas.schemas.kv_events import Doubted, KvEvent, Resync
+from kvatlas.schemas.kv_events import Doubted, KvEvent, NamespacesMuted, Resync
 from kvatlas.worker_hooks.kv_groups import GroupUse, KvGroups
 from kvatlas.worker_hooks.misfits import Misfits
 from kvatlas.worker_hooks.parking import Parking
@@ -50,7 +50,7 @@ class _Block(Struct, gc=False):
 
     #: a bit for each (group, tier)
     holders: int = 0
-    #: tiers, as bits, in which the fleet has been told of it
+    #: tiers, as bits, in which the fleet has been told of it, or it is withheld
     told_tiers: int = 0
     #: ours; empty while nobody has told what the block is
     hash: bytes = b""
@@ -59,7 +59,7 @@ class _Block(Struct, gc=False):
     parent: bytes = b""
     #: the engine's own hash of the block before it
     above: EngineHash | None = None
-    #: whether the fleet has been told that reuse may end with it
+    #: whether the fleet has been told that reuse may end with it, or it is withheld
     is_reuse_point: bool = False
 
 
@@ -83,7 +83,9 @@ class Edge:
         max_parked_bytes: int = 16 * 1024 * 1024,
         counts_copies: bool = False,
         has_pool: bool = False,
+        tells_mutes: bool = True,
     ) -> None:
+        """Without `tells_mutes`, readers that know no NamespacesMuted are told by a doubt."""
         self._telling = Telling(model, descriptor, fleet_key, self._used_roots)
         self.residency, self.counters = self._telling.residency, self._telling.counters
         #: blocks that the engine holds and nothing has told the content of
@@ -107,10 +109,16 @@ class Edge:
         self._misfits = Misfits(descriptor.block_tokens)
         #: why whoever listens doubts; and what the fleet has been told, with our own reason
         self._said_doubt = self.doubt = ""
+        self._tells_mutes = tells_mutes
+        #: why namespaces are muted, as long as some are
+        self._mute_reason = ""
+        #: the fleet has been told in this epoch
+        self._has_told_doubt = self._has_told_mutes = False
 
     def begin_epoch(self) -> None:
         """Tell every namespace again, as the first of its blocks comes."""
         self._telling.namespaces.told.clear()
+        self._has_told_doubt = self._has_told_mutes = False
 
     def handle(self, raw_events: Iterable[RawEvent]) -> list[KvEvent]:
         """Return what changed, in order; neighbours of one chain become one event.
@@ -132,7 +140,8 @@ class Edge:
                 case RawRestarted():
                     self._handle_cleared(None)
                     self._misfits.restart()
-                    self._said_doubt = self.doubt = ""  # a new epoch is told without one
+                    self._said_doubt = ""
+                    self._put_doubt()  # a new epoch is told without the old one's
                 case RawDoubted(reason):
                     known = set(self._blocks) | self._misfits.hashes
                     self._unconfirmed = known if reason else set()
@@ -175,6 +184,36 @@ class Edge:
         self._pooled.hold(came)
         return self._telling.take()
 
+    # --- muted namespaces -------------------------------------------------------------------
+
+    def mute(self, roots: Iterable[bytes], reason: str) -> list[KvEvent]:
+        """Tell of these namespaces only what leaves them, from now on; return how that is said."""
+        for root in roots:
+            self._telling.mute(root)
+        self._mute_reason = reason
+        return self.caveats()
+
+    def unmute(self, roots: Iterable[bytes]) -> None:
+        """Hold what was withheld. The inventory has to be told next, and caveats after it."""
+        self._telling.unmute(roots)
+
+    def caveats(self, *, even_none: bool = False) -> list[KvEvent]:
+        """Return what readers have to know before equal digests make us exact: a doubt, mutes.
+
+        With `even_none` their end is said again, where some were said in the epoch.
+        """
+        self._put_doubt()
+        events: list[KvEvent] = []
+        if self.doubt or (even_none and self._has_told_doubt):
+            events.append(Doubted(self.doubt))
+            self._has_told_doubt = True
+        muted = self._telling.muted if self._tells_mutes else ()
+        if muted or (even_none and self._has_told_mutes):
+            reason = self._mute_reason if muted else ""
+            events.append(NamespacesMuted(b"".join(sorted(muted)), reason))
+            self._has_told_mutes = True
+        return events
+
     # --- what is held, for those who ask ----------------------------------------------------
 
     @property
@@ -186,6 +225,11 @@ class Edge:
     def ends_at_reuse_points(self) -> bool:
         """Whether a prefix is reused up to a reuse point only."""
         return bool(self._points)
+
+    def num_named(self, tier: Tier) -> int:
+        """Return the blocks that a tier holds and that have a name of ours, told or withheld."""
+        told, withheld = self.residency, self._telling.withheld
+        return told.digest(tier).count + withheld.digest(tier).count
 
     def num_pairs(self, tier: Tier) -> int:
         """Return the (engine hash, group) pairs held in a tier. O(blocks), for audits."""
@@ -243,8 +287,21 @@ class Edge:
 
     def _tell_doubt(self) -> None:
         """Tell why the instance is doubtful: what was said, and what the edge has seen itself."""
-        self.doubt = "; ".join(filter(None, (self._said_doubt, self._misfits.reason)))
+        self._put_doubt()
         self._telling.other(Doubted(self.doubt))
+        self._has_told_doubt = True
+
+    def _put_doubt(self) -> None:
+        muted = "" if self._tells_mutes else self._muted_in_words()
+        self.doubt = "; ".join(filter(None, (self._said_doubt, self._misfits.reason, muted)))
+
+    def _muted_in_words(self) -> str:
+        """Return which namespaces are muted, for readers that know no NamespacesMuted."""
+        muted = sorted(self._telling.muted)
+        if not muted:
+            return ""
+        more = f" and {len(muted) - 1} more" if len(muted) > 1 else ""
+        return f"namespace {muted[0].hex()}{more} over its budget: {self._mute_reason}"
 
     def _hold(self, event: RawStored, bit: int) -> None:
         """Note what the engine holds, whatever it is."""

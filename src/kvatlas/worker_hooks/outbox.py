@@ -18,12 +18,14 @@ from kvatlas.schemas.kv_events import (
     EventBatch,
     Inventory,
     KvEvent,
+    NamespacesMuted,
     Resync,
     WorkerDown,
     WorkerUp,
 )
 
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
+DEFAULT_MAX_SECONDS = 300.0
 # What these cost and save: the delays and rates of tests/bench/ingest.py.
 COALESCE_BYTES = 64 * 1024
 COALESCE_SECONDS = 0.002
@@ -43,9 +45,9 @@ class Outbox:
 
     A batch leaves at once after a quiet moment, and else when it has `coalesce_bytes` or the last
     one left `coalesce_seconds` ago; unstamped ones wait until the epoch is known. At more than
-    `max_bytes` all that waits is dropped: one `Resync` takes its place, or, if nothing of the epoch
-    has left, the epoch begins anew. From then on nothing more enters (`is_lost`) until the
-    inventory that has to follow, for it says it all.
+    `max_bytes`, or when something has waited for `max_seconds`, all that waits is dropped: one
+    `Resync` takes its place, or, if nothing of the epoch has left, the epoch begins anew. From then
+    on nothing more enters (`is_lost`) until the inventory that has to follow, for it says it all.
     """
 
     def __init__(
@@ -55,9 +57,12 @@ class Outbox:
         max_bytes: int = DEFAULT_MAX_BYTES,
         coalesce_bytes: int = COALESCE_BYTES,
         coalesce_seconds: float = COALESCE_SECONDS,
+        max_seconds: float = DEFAULT_MAX_SECONDS,
+        wire_version: int = WIRE_VERSION,
     ) -> None:
         self._instance, self.up = instance, up
-        self._max_bytes = max_bytes
+        self._wire_version = wire_version
+        self._max_bytes, self._max_seconds = max_bytes, max_seconds
         self._coalesce_bytes, self._coalesce_seconds = coalesce_bytes, coalesce_seconds
         self.epoch: int | None = None
         self.is_lost = False
@@ -74,6 +79,8 @@ class Outbox:
         #: of the last sealed batch; the open one gets the next
         self._last_sealed_seq = 0
         self.last_taken_seq = 0
+        #: (when, the sequence that was the youngest then), oldest first; of what still waits
+        self._looks: deque[tuple[float, int]] = deque()
         #: first sequence dropped, while the Resync that tells it waits here
         self._lost_from: int | None = None
 
@@ -97,6 +104,17 @@ class Outbox:
         """Whether everything has been taken."""
         return not self._sealed and not self._open
 
+    def age_out(self, now: float) -> None:
+        """Drop what waits if some of it has waited for too long; to be called now and then."""
+        while self._looks and self._looks[0][1] <= self.last_taken_seq:
+            self._looks.popleft()
+        if self.is_empty or self.is_lost:
+            self._looks.clear()
+        elif self._looks and now - self._looks[0][0] >= self._max_seconds:
+            self._overflow()
+        else:
+            self._looks.append((now, self.last_seq))
+
     def begin_epoch(self, epoch: int) -> None:
         """Stamp what waits and what comes.
 
@@ -118,6 +136,18 @@ class Outbox:
             if not self.is_lost or isinstance(event, WorkerDown):
                 self._append(event)
         if self.waiting_bytes > self._max_bytes and not self.is_lost:
+            self._overflow()
+
+    def add_whole(self, events: Iterable[KvEvent]) -> None:
+        """Append events that stand in one batch, so that none is lost without the others."""
+        if self.is_lost:
+            return
+        for event in events:
+            self._open.append(event)
+            self._open_bytes += _num_bytes(event)
+        if self._open_bytes >= self._coalesce_bytes:
+            self.seal()
+        if self.waiting_bytes > self._max_bytes:
             self._overflow()
 
     def add_inventory(self, events: Iterable[KvEvent]) -> None:
@@ -166,7 +196,8 @@ class Outbox:
         if self._lost_from is not None and any(isinstance(e, Resync) for e in taken.events):
             self._lost_from = None
         worker, rank = self._instance
-        return EventBatch(WIRE_VERSION, worker, rank, self.epoch, taken.seq, ts_ns, taken.events)
+        version, epoch = self._wire_version, self.epoch
+        return EventBatch(version, worker, rank, epoch, taken.seq, ts_ns, taken.events)
 
     def _append(self, event: KvEvent) -> None:
         if isinstance(event, Resync):
@@ -201,5 +232,7 @@ def _num_bytes(event: KvEvent) -> int:
             return _FIXED_BYTES + len(event.hashes) + len(event.tokens or b"")
         case BlockRemoved() | Inventory():
             return _FIXED_BYTES + len(event.hashes)
+        case NamespacesMuted():
+            return _FIXED_BYTES + len(event.roots)
         case _:
             return _FIXED_BYTES

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidSetting, MalformedBatch, MalformedEvent
 from kvatlas.schemas.ids import Tier
-from kvatlas.schemas.kv_events import Doubted, WorkerUp
+from kvatlas.schemas.kv_events import BlockRemoved, BlockStored, KvEvent, WorkerUp
 from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.adapter import EngineAdapter
 from kvatlas.worker_hooks.engines.registry import adapter_of
+from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgets, NamespaceBudgetSettings
 from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import (
     RawEngineBatch,
@@ -68,8 +70,13 @@ class _Patience:
 class Reporter:
     """Puts what changed into the outbox, and what is held whenever that is in doubt."""
 
-    def __init__(self, edge: Edge, outbox: Outbox) -> None:
+    def __init__(
+        self, edge: Edge, outbox: Outbox, budgets: NamespaceBudgetSettings | None = None
+    ) -> None:
         self._edge, self._outbox = edge, outbox
+        self._budgets = NamespaceBudgets(budgets or NamespaceBudgetSettings())
+        #: root -> blocks told since its budget was looked at
+        self._told: Counter[bytes] = Counter()
         #: engine -> the adapter that reads its batches
         self._adapters: dict[str, EngineAdapter] = {}
         #: first sequence of the last inventory
@@ -92,7 +99,7 @@ class Reporter:
         num_mismatches = self._edge.counters.audit_mismatches
         changes = self._edge.handle(events)
         self._introduce(events)
-        self._outbox.add(changes)
+        self._put_changes(changes)
         differs = self._edge.counters.audit_mismatches > num_mismatches
         wants_listing = is_restarted = False
         for event in events:
@@ -118,11 +125,11 @@ class Reporter:
         """Put the inventory, and digests to check it by, behind all that has happened.
 
         Who speaks is said again with it: a reader may begin after WorkerUp has left the stream.
+        A doubt or a mute that is over is over for readers when they have the inventory.
         """
         as_of_seq = self._outbox.seal()
-        doubt = [Doubted(self._edge.doubt)] if self._edge.doubt else []
-        self._outbox.add_inventory([self._outbox.up, *doubt, *self._edge.inventory(as_of_seq)])
-        self.put_digests()
+        self._outbox.add_inventory([self._outbox.up, *self._edge.inventory(as_of_seq)])
+        self._put_digests(self._edge.caveats(even_none=True))
         self._inventory_seq = as_of_seq + 1
 
     def promise_inventory(self) -> int:
@@ -132,8 +139,12 @@ class Reporter:
         return self._inventory_seq
 
     def put_digests(self) -> None:
-        """Put the digest of every tier."""
-        self._outbox.add(self._edge.digests())
+        """Put the digest of every tier, with what equal ones must not hide."""
+        self._put_digests(self._edge.caveats())
+
+    def _put_digests(self, caveats: list[KvEvent]) -> None:
+        # in one batch: a caveat that got lost alone would leave digests that make us exact
+        self._outbox.add_whole([*caveats, *self._edge.digests()])
 
     def disown(self, hashes: bytes) -> None:
         """Report that blocks are not held which somebody believed in."""
@@ -141,7 +152,30 @@ class Reporter:
 
     def move_pooled(self, came: Iterable[bytes], left: Iterable[bytes]) -> None:
         """Report blocks, by our hash, that came into the serve pool and that left it."""
-        self._outbox.add(self._edge.move_pooled(came, left))
+        self._put_changes(self._edge.move_pooled(came, left))
+
+    def keep_budgets(self, now: float) -> list[str]:
+        """Mute namespaces that have told too much, and let others speak again.
+
+        To be called often. Returns what happened, for people; nothing was put where that is empty.
+        """
+        if not self._told and not self._budgets.num_muted:
+            return []
+        told, self._told = self._told, Counter()
+        over = [root for root, blocks in told.items() if not self._budgets.take(root, blocks, now)]
+        ended = self._budgets.due(now)
+        if over:
+            settings = self._budgets.settings
+            reason = f"more than {settings.blocks_per_second:.0f} blocks/s"
+            self._outbox.add(self._edge.mute(over, reason))
+        if ended:
+            self._edge.unmute(ended)
+            if not self._outbox.is_lost:  # else one has to follow anyway
+                self.put_inventory()
+        return [
+            *(f"namespace {root.hex()} is over its budget and muted" for root in over),
+            *(f"namespace {root.hex()} is muted no longer" for root in ended),
+        ]
 
     def begin_epoch(self, epoch: int) -> None:
         """Speak in this epoch from now on; what an earlier one said counts no more."""
@@ -152,17 +186,24 @@ class Reporter:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held in the engine's own memory."""
-        return self._edge.residency.digest(Tier.hbm).count
+        """Blocks held in the engine's own memory, of muted namespaces too."""
+        return self._edge.num_named(Tier.hbm)
 
     def counters(self) -> dict[str, int]:
         """Return what was counted here and below."""
         counters: dict[str, int] = msgspec.structs.asdict(self._edge.counters)
         counters["unnamed_blocks"] = self._edge.num_unnamed
+        counters["muted_namespaces"] = self._budgets.num_muted
         counters["malformed_events"] = self._num_malformed
         counters |= {f"rejected_{kind}": count for kind, count in self._rejected.items()}
         counters["outbox_overflows"] = self._outbox.num_overflows
         return counters
+
+    def _put_changes(self, changes: list[KvEvent]) -> None:
+        self._outbox.add(changes)
+        for event in changes:
+            if isinstance(event, BlockStored | BlockRemoved):
+                self._told[event.root] += len(event.hashes) // BLOCK_HASH_BYTES
 
     def _introduce(self, events: Iterable[RawEvent]) -> None:
         """Say ahead of the blocks what they show of the engine: its adapters, its windows."""

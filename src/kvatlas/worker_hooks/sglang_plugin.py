@@ -17,7 +17,7 @@ from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.worker_hooks.beside_engine import BesideEngine, default_worker, plugin_settings
 from kvatlas.worker_hooks.plugin_endpoint import parse_endpoint
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
 ENGINE = "sglang"
 PUBLISHER = "nats"
@@ -112,12 +112,7 @@ def sidecar_options(endpoint: str, rank: int) -> SidecarOptions:
         ring_path="",
         socket_path="",
         transport="none",
-        fleet_key=settings.fleet.key_bytes,
-        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
-        digest_seconds=settings.sidecar.digest_seconds,
-        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
-        coalesce_seconds=settings.sidecar.coalesce_seconds,
-        coalesce_bytes=settings.sidecar.coalesce_bytes,
+        **shared_options(settings),
     )
 
 

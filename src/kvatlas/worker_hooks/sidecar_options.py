@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from msgspec import Meta, Struct
 
@@ -17,11 +17,45 @@ from kvatlas.schemas.fleet import (
     host_and_port,
 )
 from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import OLDEST_WIRE_VERSION, WIRE_VERSION
+from kvatlas.schemas.settings import Settings
+from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 
 #: of the operating system
 MAX_SOCKET_PATH_BYTES = 103
 
 Seconds = Annotated[float, Meta(gt=0)]
+
+
+class SharedOptions(TypedDict):
+    """What sidecars and bridges, whatever starts them, are told alike: see `Settings`."""
+
+    fleet_key: bytes
+    lease_ttl_seconds: float
+    digest_seconds: float
+    max_outbox_bytes: int
+    max_outbox_seconds: float
+    coalesce_seconds: float
+    coalesce_bytes: int
+    namespace_blocks_per_second: float
+    namespace_burst_blocks: float
+    wire_version: int
+
+
+def shared_options(settings: Settings) -> SharedOptions:
+    """Return what the settings of this process say, as options of a sidecar or a bridge."""
+    return SharedOptions(
+        fleet_key=settings.fleet.key_bytes,
+        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
+        digest_seconds=settings.sidecar.digest_seconds,
+        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
+        max_outbox_seconds=settings.sidecar.max_outbox_seconds,
+        coalesce_seconds=settings.sidecar.coalesce_seconds,
+        coalesce_bytes=settings.sidecar.coalesce_bytes,
+        namespace_blocks_per_second=settings.sidecar.namespace_blocks_per_second,
+        namespace_burst_blocks=settings.sidecar.namespace_burst_blocks,
+        wire_version=settings.fleet.wire_version,
+    )
 
 
 class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,11 +110,19 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     digest_seconds: Seconds = 2.0
     #: how often the inventory is published unasked; has to be less than the stream's retention
     inventory_seconds: Seconds = 3600.0
-    #: events waiting for the broker; more become one resync
+    #: events waiting for the broker; more of them, or older ones, become one resync
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
+    max_outbox_seconds: Seconds = 300.0
     #: see SidecarSettings
     coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
     coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
+    #: see SidecarSettings
+    namespace_blocks_per_second: Annotated[float, Meta(ge=0)] = 50_000.0
+    namespace_burst_blocks: Annotated[float, Meta(gt=0)] = 1_000_000.0
+    #: how long a namespace is muted the first time
+    namespace_mute_seconds: Seconds = 1.0
+    #: see FleetSettings
+    wire_version: Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
     #: how long a stopping sidecar waits for the broker
     stop_seconds: Seconds = 5.0
     #: the sidecar ends with this process; 0 takes the one that writes to the ring
@@ -104,6 +146,15 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def instance(self) -> InstanceId:
         """The instance that the sidecar speaks for."""
         return InstanceId(self.worker, self.rank)
+
+    @property
+    def namespace_budgets(self) -> NamespaceBudgetSettings:
+        """How much may be told of a namespace."""
+        return NamespaceBudgetSettings(
+            self.namespace_blocks_per_second,
+            self.namespace_burst_blocks,
+            self.namespace_mute_seconds,
+        )
 
     @property
     def path_of_pool(self) -> Path:

@@ -37,7 +37,7 @@ from kvatlas.schemas.errors import (
     MalformedBatch,
     StreamRefused,
 )
-from kvatlas.schemas.kv_events import WorkerDown, WorkerUp
+from kvatlas.schemas.kv_events import MUTED_WIRE_VERSION, WorkerDown, WorkerUp
 from kvatlas.schemas.transfer import MissingReason
 from kvatlas.worker_hooks.channel import (
     Answer,
@@ -108,6 +108,7 @@ class Sidecar:
             include_tokens=options.include_tokens,
             counts_copies=options.counts_copies,
             has_pool=options.tells_pool,
+            tells_mutes=options.wire_version >= MUTED_WIRE_VERSION,
         )
         up = WorkerUp(options.worker_info())
         self._outbox = Outbox(
@@ -116,8 +117,10 @@ class Sidecar:
             options.max_outbox_bytes,
             options.coalesce_bytes,
             options.coalesce_seconds,
+            options.max_outbox_seconds,
+            options.wire_version,
         )
-        self._reporter = Reporter(edge, self._outbox)
+        self._reporter = Reporter(edge, self._outbox, options.namespace_budgets)
         self._publisher: Publisher | None = None
         self._exchange: BlockExchange | None = None
         #: of the last batch that the publisher has accepted in this epoch
@@ -178,10 +181,13 @@ class Sidecar:
 
     def _drain_slice(self) -> bool:
         """Report what waits in the ring, up to a slice; return whether there was anything."""
-        records = self._ring.read(SLICE_BYTES)
+        records, now = self._ring.read(SLICE_BYTES), time.monotonic()
+        for happened in self._reporter.keep_budgets(now):
+            _logger.warning("%s: %s", self._instance, happened)
+            self._work.set()
         if not records:
             return False
-        reported = self._reporter.report(records, self._ring.writer_lists, time.monotonic())
+        reported = self._reporter.report(records, self._ring.writer_lists, now)
         if reported.wants_listing:
             self._ring.want_listing()
         if reported.is_restarted:
@@ -194,6 +200,7 @@ class Sidecar:
         last_inventory = time.monotonic()
         while True:
             await asyncio.sleep(self._options.digest_seconds)
+            self._outbox.age_out(time.monotonic())
             if not self._bus.connected or self._outbox.epoch is None:
                 continue
             if time.monotonic() - last_inventory >= self._options.inventory_seconds:

@@ -25,6 +25,7 @@ from kvatlas.schemas.kv_events import (
     Inventory,
     KvEvent,
     NamespaceSeen,
+    NamespacesMuted,
     Resync,
     WorkerDown,
     WorkerUp,
@@ -253,6 +254,9 @@ def _said(event: KvEvent) -> str:
             return f"lost {lost_from} to {lost_to}, an inventory follows"
         case Doubted(reason):
             return f"doubted: {reason}" if reason else "no longer doubted"
+        case NamespacesMuted(roots, reason):
+            named = ", ".join(root.hex() for root in split_hashes(roots))
+            return f"holds more than it says of {named}: {reason}" if named else "nothing is muted"
         case _:
             return type(event).__name__
 

@@ -11,7 +11,7 @@ from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.beside_engine import default_worker
 from kvatlas.worker_hooks.plugin_endpoint import PluginEndpoint
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
 CONNECTOR = "KvatlasConnector"
 #: extra config of the connector: how much of its KV the engine lends to peers
@@ -54,12 +54,7 @@ def sidecar_options(
         block_bytes=block_bytes,
         tells_pool=num_slots > 0,
         transport=settings.sidecar.transport if num_slots else "none",
-        fleet_key=settings.fleet.key_bytes,
-        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
-        digest_seconds=settings.sidecar.digest_seconds,
-        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
-        coalesce_seconds=settings.sidecar.coalesce_seconds,
-        coalesce_bytes=settings.sidecar.coalesce_bytes,
+        **shared_options(settings),
     )
     return options
 

@@ -1,0 +1,94 @@
+"""How much may be told of a namespace, and for how long it is muted beyond that.
+
+    blocks told  --take-->  within its budget?   no: muted for 1 s, 2 s, 4 s, ... up to 300 s
+    time passes  --due-->   whose mute has lasted long enough: all that it holds is told at once
+
+A tenant is a namespace (model, adapter, salt), named by its root. Pure: times are arguments, in
+seconds of one monotonic clock.
+"""
+
+from msgspec import Struct
+
+#: buckets kept; whoever is left out has a full one
+MAX_BUCKETS = 16_384
+#: namespaces muted at a time; more are left to the instance's own budget (indexer/budgets.py)
+MAX_MUTED = 1024
+
+
+class NamespaceBudgetSettings(Struct, frozen=True):
+    """An engine at 20,000 tokens/s stores about 1,250 blocks/s and removes as many.
+
+    A rate below what a tenant needs mutes an honest one: nobody knows what more is held of it, and
+    its answers are `degraded` meanwhile.
+    """
+
+    #: stored and removed; 0 limits nobody
+    blocks_per_second: float = 50_000.0
+    #: what may be told at once; below what an engine holds, its listing after a loss mutes it
+    burst_blocks: float = 1_000_000.0
+    #: how long the first mute lasts
+    mute_seconds: float = 1.0
+    #: doubled each time up to this; without a mute for so long, it begins anew
+    max_mute_seconds: float = 300.0
+
+
+class _Bucket(Struct):
+    """What may still be told of a namespace, and how often it was more than that."""
+
+    blocks_left: float
+    as_of: float
+    num_mutes: int = 0
+    mute_ended: float = 0.0
+
+
+class NamespaceBudgets:
+    """A bucket for each namespace; it fills with time and empties by what is told.
+
+    What is told of a muted one, such as the removal of what was told before, costs it nothing.
+    """
+
+    def __init__(self, settings: NamespaceBudgetSettings) -> None:
+        self.settings = settings
+        #: the least recently used first
+        self._buckets: dict[bytes, _Bucket] = {}
+        #: root -> when it ends
+        self._muted: dict[bytes, float] = {}
+
+    @property
+    def num_muted(self) -> int:
+        """Namespaces that are muted now."""
+        return len(self._muted)
+
+    def take(self, root: bytes, num_blocks: int, now: float) -> bool:
+        """Take blocks out of a bucket; return False if the namespace is muted from now on."""
+        settings = self.settings
+        if not settings.blocks_per_second or root in self._muted:
+            return True
+        bucket = self._buckets.pop(root, None) or _Bucket(settings.burst_blocks, now)
+        self._buckets[root] = bucket  # the most recently used
+        waited = max(now - bucket.as_of, 0.0)
+        filled = bucket.blocks_left + waited * settings.blocks_per_second
+        left = min(filled, settings.burst_blocks) - num_blocks
+        bucket.blocks_left, bucket.as_of = max(left, 0.0), max(now, bucket.as_of)
+        is_over = left < 0 and len(self._muted) < MAX_MUTED
+        if is_over:
+            self._mute(root, bucket, now)
+        if len(self._buckets) > MAX_BUCKETS:
+            del self._buckets[next(each for each in self._buckets if each not in self._muted)]
+        return not is_over
+
+    def due(self, now: float) -> list[bytes]:
+        """Return the namespaces whose mute has ended, each once."""
+        ended = [root for root, until in self._muted.items() if until <= now]
+        for root in ended:
+            del self._muted[root]
+            self._buckets[root].mute_ended = now
+        return ended
+
+    def _mute(self, root: bytes, bucket: _Bucket, now: float) -> None:
+        settings = self.settings
+        if now >= bucket.mute_ended + settings.max_mute_seconds:
+            bucket.num_mutes = 0
+        seconds = settings.mute_seconds * 2.0 ** min(bucket.num_mutes, 32)
+        self._muted[root] = now + min(seconds, settings.max_mute_seconds)
+        bucket.num_mutes += 1

@@ -1,0 +1,6 @@
+"""Wire 100, frozen: what readers and writers of that minor are. See README.md."""
+
+from wire_100.codec import decode, decode_control, encode
+from wire_100.messages import WIRE_VERSION
+
+__all__ = ["WIRE_VERSION", "decode", "decode_control", "encode"]
