@@ -40,8 +40,11 @@ help:  ## list the targets
 run: .venv/.runtime  ## the demo: a whole fleet on this machine, compared with round robin (ARGS="--help")
 	$(BIN)/kvatlas demo $(ARGS)
 
+# a file's tests stay together; pytest-benchmark warns of what it could not measure so, and bench is left out
+SIDE_BY_SIDE = -n auto --maxprocesses 4 --dist loadfile --benchmark-disable
+
 test: .venv/.dev  ## every test that needs no inference engine
-	$(BIN)/pytest -m 'not bench and not engine'
+	$(BIN)/pytest -m 'not bench and not engine' $(SIDE_BY_SIDE)
 
 quick: .venv/.dev  ## the same without starting servers
 	$(BIN)/pytest -m 'not integration and not fault and not bench and not engine'

@@ -8,6 +8,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     try:
         import kvatlas.bridge_command
+        import kvatlas.dead_letters_command
         import kvatlas.engine_commands  # noqa: F401 - registers its commands
         from kvatlas.commands import run_command
     except ModuleNotFoundError as error:

@@ -13,6 +13,8 @@ from kvatlas.commands import (
     Creds,
     Nats,
     SetFlags,
+    WorkerName,
+    _exit_as,
     _hex,
     _run,
     _settings,
@@ -24,7 +26,7 @@ from kvatlas.commands import (
 @app.command()
 def bridge(
     engine: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")],
-    worker: Annotated[str, typer.Option(help="Name of the worker in the fleet.")],
+    worker: WorkerName,
     model: Annotated[str, typer.Option(help="Model of the engine, as requests name it.")],
     endpoint: Annotated[
         str, typer.Option(help="Where the engine publishes, tcp://HOST:PORT.")
@@ -75,8 +77,7 @@ def bridge(
     from kvatlas.runtime_folder import runtime_folder
     from kvatlas.worker_hooks.bridge.options import BridgeOptions
     from kvatlas.worker_hooks.bridge.run import run_bridge
-    from kvatlas.worker_hooks.launch import FENCED_STATUS
-    from kvatlas.worker_hooks.sidecar_service import FENCED
+    from kvatlas.worker_hooks.sidecar_options import shared_options
 
     settings = _with_broker(_settings(config, nats, creds, set_))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s bridge %(levelname)s %(message)s")
@@ -99,14 +100,8 @@ def bridge(
         kv_fingerprint=_hex(kv_fingerprint, "flag --kv-fingerprint"),
         p2p_address=p2p_address,
         report_seconds=report_seconds,
-        fleet_key=settings.fleet.key_bytes,
-        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
-        digest_seconds=settings.sidecar.digest_seconds,
-        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
-        coalesce_seconds=settings.sidecar.coalesce_seconds,
-        coalesce_bytes=settings.sidecar.coalesce_bytes,
+        **shared_options(settings),
     )
     with runtime_folder() as folder:
         reason = _run(run_bridge(options, folder))
-    if reason == FENCED:
-        raise typer.Exit(FENCED_STATUS)
+    _exit_as(reason)

@@ -56,6 +56,7 @@ ParentPid = Annotated[
 DataFolder = Annotated[
     Path | None, typer.Option("--data", help="Keeps the embedded broker's log; none: temporary.")
 ]
+WorkerName = Annotated[str, typer.Option(help="Name of the worker in the fleet.")]
 Workers = Annotated[int, typer.Option("--workers", min=0, help="Reference engines to run.")]
 BlocksPerWorker = Annotated[int, typer.Option(min=1, help="KV blocks of each reference engine.")]
 BlockBytes = Annotated[int, typer.Option(min=16, help="KV bytes of a block.")]
@@ -231,7 +232,7 @@ def archive_(
 
 @app.command()
 def worker(
-    name: Annotated[str, typer.Option(help="Name of the worker in the fleet.")],
+    name: WorkerName,
     nats: Nats = None,
     creds: Creds = None,
     config: Config = None,
@@ -250,6 +251,7 @@ def worker(
 ) -> None:
     """Run a reference engine with its sidecar on an existing broker."""
     from kvatlas.reference_worker import WorkerOptions, run_worker
+    from kvatlas.worker_hooks.sidecar_options import shared_options
 
     settings = _with_broker(_settings(config, nats, creds, set_))
     options = WorkerOptions(
@@ -266,15 +268,10 @@ def worker(
         decode_tokens_per_second=decode_tokens_per_second,
         speed=speed,
         folder=folder,
-        fleet_key=settings.fleet.key_bytes,
         parent_pid=parent_pid,
         transport=settings.sidecar.transport,
-        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
-        digest_seconds=settings.sidecar.digest_seconds,
         pull_deadline_seconds=settings.sidecar.pull_deadline_seconds,
-        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
-        coalesce_seconds=settings.sidecar.coalesce_seconds,
-        coalesce_bytes=settings.sidecar.coalesce_bytes,
+        **shared_options(settings),
     )
     _run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
 
@@ -343,7 +340,7 @@ def check(
 
 @app.command()
 def sidecar(
-    worker: Annotated[str, typer.Option(help="Name of the worker in the fleet.")],
+    worker: WorkerName,
     model: Annotated[str, typer.Option(help="Model of the engine.")],
     ring: Annotated[Path, typer.Option(help="The ring that the engine's hook has made.")],
     socket: Annotated[Path, typer.Option(help="Where the engine asks for pulls.")],
@@ -365,10 +362,8 @@ def sidecar(
 ) -> None:
     """Run the sidecar of an engine that has made its ring, until the engine ends."""
     from kvatlas.schemas.fleet import NamespaceDescriptor
-    from kvatlas.worker_hooks.launch import FENCED_STATUS
     from kvatlas.worker_hooks.sidecar import run_sidecar
-    from kvatlas.worker_hooks.sidecar_options import SidecarOptions
-    from kvatlas.worker_hooks.sidecar_service import FENCED
+    from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
     settings = _with_broker(_settings(config, nats, creds, set_))
     options = SidecarOptions(
@@ -388,14 +383,17 @@ def sidecar(
         block_bytes=block_bytes,
         p2p_address=p2p_address,
         transport=settings.sidecar.transport,
-        fleet_key=settings.fleet.key_bytes,
-        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
-        digest_seconds=settings.sidecar.digest_seconds,
-        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
-        coalesce_seconds=settings.sidecar.coalesce_seconds,
-        coalesce_bytes=settings.sidecar.coalesce_bytes,
+        **shared_options(settings),
     )
-    if _run(run_sidecar(options)) == FENCED:
+    _exit_as(_run(run_sidecar(options)))
+
+
+def _exit_as(reason: str) -> None:
+    """Exit with the status by which an engine knows why its sidecar has stopped."""
+    from kvatlas.worker_hooks.launch import FENCED_STATUS
+    from kvatlas.worker_hooks.sidecar_service import FENCED
+
+    if reason == FENCED:
         raise typer.Exit(FENCED_STATUS)
 
 

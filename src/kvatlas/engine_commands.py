@@ -18,7 +18,7 @@ from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
 from kvatlas.worker_hooks.process import signals_call
 from kvatlas.worker_hooks.redaction import Redactor
 from kvatlas.worker_hooks.stream_decoding import StreamDecoding
-from kvatlas.worker_hooks.stream_rows import stream_rows
+from kvatlas.worker_hooks.stream_rows import own_batches, stream_rows
 
 if TYPE_CHECKING:
     from kvatlas.worker_hooks.recording import RecordOptions
@@ -32,7 +32,8 @@ def decode(
     engine: Annotated[
         str,
         typer.Option(
-            help="vllm, sglang, trtllm, mooncake or lmcache; none for what `record --nats` wrote."
+            help="vllm, sglang, trtllm, mooncake or lmcache; none for what `record --nats` or"
+            " `dead-letters --payload` wrote."
         ),
     ] = "",
     block_tokens: Annotated[
@@ -47,7 +48,9 @@ def decode(
         engine=engine, block_tokens=block_tokens, model=model, worker=worker, file_stem=file.stem
     )
     capture = read_capture(file)
-    decoding = _decoding(capture, options)
+    ours = None if engine else own_batches(capture)
+    capture = ours or capture
+    decoding = StreamDecoding(ours.batches) if ours else _decoding(capture, options)
     for bad in capture.rejected:
         decoding.reject(bad.kind)
         _print(f"rejected ({bad.kind}): {bad.reason}")

@@ -22,6 +22,7 @@ from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, SidecarEnded
 from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.kv_events import WIRE_VERSION
 from kvatlas.schemas.routing import Plan
 from kvatlas.worker_hooks.channel import SidecarChannel
 from kvatlas.worker_hooks.hook import WorkerHook
@@ -59,8 +60,12 @@ class WorkerOptions(Struct, frozen=True):
     digest_seconds: float = 2.0
     pull_deadline_seconds: float = 2.0
     max_outbox_bytes: int = 64 * 1024 * 1024
+    max_outbox_seconds: float = 300.0
     coalesce_seconds: float = 0.002
     coalesce_bytes: int = 64 * 1024
+    namespace_blocks_per_second: float = 50_000.0
+    namespace_burst_blocks: float = 1_000_000.0
+    wire_version: int = WIRE_VERSION
     #: the worker stops when this process ends; 0 watches none
     parent_pid: int = 0
 
@@ -180,8 +185,12 @@ def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> Sid
         lease_ttl_seconds=options.lease_ttl_seconds,
         digest_seconds=options.digest_seconds,
         max_outbox_bytes=options.max_outbox_bytes,
+        max_outbox_seconds=options.max_outbox_seconds,
         coalesce_seconds=options.coalesce_seconds,
         coalesce_bytes=options.coalesce_bytes,
+        namespace_blocks_per_second=options.namespace_blocks_per_second,
+        namespace_burst_blocks=options.namespace_burst_blocks,
+        wire_version=options.wire_version,
     )
 
 

@@ -81,8 +81,12 @@ def _arguments(
         "sidecar.digest_seconds": sidecar.digest_seconds,
         "sidecar.pull_deadline_seconds": sidecar.pull_deadline_seconds,
         "sidecar.max_outbox_bytes": sidecar.max_outbox_bytes,
+        "sidecar.max_outbox_seconds": sidecar.max_outbox_seconds,
         "sidecar.coalesce_seconds": sidecar.coalesce_seconds,
         "sidecar.coalesce_bytes": sidecar.coalesce_bytes,
+        "sidecar.namespace_blocks_per_second": sidecar.namespace_blocks_per_second,
+        "sidecar.namespace_burst_blocks": sidecar.namespace_burst_blocks,
+        "fleet.wire_version": settings.fleet.wire_version,
     }
     given = [(flag, str(value)) for flag, value in options.items() if value is not None]
     given += [("--set", f"{key}={value}") for key, value in sets.items()]

@@ -14,7 +14,16 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHES = ("hashing", "index", "http", "ingest", "cold_start", "coordination", "scale")
+BENCHES = (
+    "hashing",
+    "index",
+    "http",
+    "ingest",
+    "cold_start",
+    "repair_storm",
+    "coordination",
+    "scale",
+)
 #: the longest that one may take
 MAX_SECONDS = 3_600
 

@@ -25,7 +25,16 @@ from testkit.measuring.targets import TARGETS, Target
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: benches in this order, others behind them
-ORDER = ("index", "hashing", "scale", "ingest", "http", "cold_start", "coordination")
+ORDER = (
+    "index",
+    "hashing",
+    "scale",
+    "ingest",
+    "http",
+    "cold_start",
+    "repair_storm",
+    "coordination",
+)
 #: tables of more rows are folded away
 LONG = 12
 INTRO = """\

@@ -16,6 +16,7 @@ from kvatlas.demo.play import play
 from kvatlas.demo.run import MODEL, converge
 from kvatlas.demo.sessions import generate_requests
 from kvatlas.events.embedded import embedded_server
+from testkit.waiting import until, until_told
 
 SPEED = 60.0
 REQUESTS = generate_requests(120, seed=1)
@@ -72,9 +73,11 @@ async def kill_worker_during_run(*, with_sidecar: bool) -> None:
         outcomes = await play_with_fault(fleet, 40, fault)
         await killing
         assert len(outcomes) == len(REQUESTS)
-        async with asyncio.timeout(20):
-            while (await trust_of(fleet))["w1"] != ("gone", 0):  # noqa: ASYNC110 - HTTP only
-                await asyncio.sleep(0.05)
+
+        async def is_gone() -> bool:
+            return (await trust_of(fleet))["w1"] == ("gone", 0)
+
+        await until_told(is_gone, 20)
         assert await converge(fleet) == {"w0": True, "w2": True}
         stats = await fleet.get("/v1/index/stats")
         assert (stats["index"]["gaps"], stats["rejected_total"]) == (0, 0)
@@ -118,9 +121,10 @@ async def test_a_broker_restarted_during_a_run_costs_no_request_and_no_event(
 
 
 async def until_disconnected(fleet: FleetAddress) -> None:
-    async with asyncio.timeout(10):
-        while (await fleet.get("/v1/index/stats"))["connected"]:  # noqa: ASYNC110 - HTTP only
-            await asyncio.sleep(0.05)
+    async def is_disconnected() -> bool:
+        return not (await fleet.get("/v1/index/stats"))["connected"]
+
+    await until_told(is_disconnected)
 
 
 async def post_json(url: str, body: dict[str, object]) -> dict[str, object]:
@@ -156,21 +160,28 @@ async def test_a_broker_that_comes_back_empty_is_filled_again(tmp_path: Path) ->
         shutil.rmtree(tmp_path / "streams")
         await broker.restart()
         await play(REQUESTS[20:40], fleet.router_url, MODEL, SPEED, lambda _: None)
-        async with asyncio.timeout(40):
-            while {t for t, _ in (await trust_of(fleet)).values()} != {"exact"}:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+
+        async def is_exact() -> bool:
+            return {trust for trust, _ in (await trust_of(fleet)).values()} == {"exact"}
+
+        await until_told(is_exact, 40)
         assert await converge(fleet) == {"w0": True, "w1": True}
 
 
 async def test_a_demo_that_is_told_to_stop_leaves_nothing_behind() -> None:
     command = [sys.executable, "-P", "-m", "kvatlas", "demo", "--requests", "300"]
+    command += ["--workers", "2"]
     demo = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
-    async with asyncio.timeout(60):
-        while len(family := psutil.Process(demo.pid).children(recursive=True)) < 10:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        demo.terminate()
-        _, said = await demo.communicate()
+
+    def family() -> list[psutil.Process]:
+        return psutil.Process(demo.pid).children(recursive=True)
+
+    # the fleet's process, its broker, and an engine with its sidecar for each worker
+    await until(lambda: len(family()) >= 6, 60)
+    descendants = family()
+    demo.terminate()
+    _, said = await asyncio.wait_for(demo.communicate(), 60)
     assert demo.returncode == 1
     assert said.decode().strip().endswith("kvatlas: signal SIGTERM")
-    gone, alive = psutil.wait_procs(family, timeout=20)
-    assert (len(gone), alive) == (len(family), [])
+    gone, alive = psutil.wait_procs(descendants, timeout=20)
+    assert (len(gone), alive) == (len(descendants), [])

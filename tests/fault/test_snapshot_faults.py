@@ -28,6 +28,7 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import Unavailable
 from testkit import uploader_main
 from testkit.builders import a_batch, stored, subject_of, up
+from testkit.waiting import until, until_told
 
 BY_HAND = SnapshotSettings(seconds=3_600.0, messages=1)
 STREAM = f"OBJ_{SNAPSHOTS_BUCKET}"
@@ -127,15 +128,22 @@ async def test_a_broker_that_is_killed_in_the_middle_of_an_upload_costs_that_one
     await publish(bus, 1, 50)
     whole = await snapshot_now(bus)
     objects = bus.objects(SNAPSHOTS_BUCKET)
+    before = await num_chunks(bus)
     uploading = asyncio.create_task(objects.put("new", [bytes(1 << 20)] * 400))
-    await asyncio.sleep(0.1)
+
+    async def has_begun() -> bool:
+        return await num_chunks(bus) > before + 1
+
+    await until_told(has_begun)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.05)  # a chunk is under way that nobody will acknowledge
     await server.kill()
+    await until(lambda: not bus.connected)
+    await server.start()
     (outcome,) = await asyncio.gather(uploading, return_exceptions=True)
     assert isinstance(outcome, Unavailable)
-    await server.start()
-    async with asyncio.timeout(20):
-        while not bus.connected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: bus.connected)
     assert [entry.name for entry in await objects.entries()] == [whole]
     assert await started_from(bus) == (whole, await digest_of_the_log(bus))
 
@@ -148,7 +156,7 @@ async def test_an_index_that_starts_while_the_broker_restarts_is_right(
     await snapshot_now(bus)
     truth = await digest_of_the_log(bus)
     starting = asyncio.create_task(started_from(bus))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.02)  # somewhere in the middle; what it hits differs from run to run
     await server.kill()
     await server.start()
     (found,) = await asyncio.gather(starting, return_exceptions=True)

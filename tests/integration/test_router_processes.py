@@ -1,6 +1,5 @@
 """`kvatlas serve --routers N`: one index, several routers in processes of their own, one port."""
 
-import asyncio
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from testkit.commands import running
+from testkit.waiting import until, until_told
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -50,14 +50,13 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         ]
         assert [status for status, _ in reports] == [200] * len(ids)
 
-        async def loads() -> list[int]:
-            status, found = await each_connection_anew("GET", f"{url}/v1/workers")
-            assert status == 200
-            return [each["load"]["in_flight"] for each in found["workers"] if each["load"]]
+        async def nobody_is_loaded() -> bool:
+            asked = [await each_connection_anew("GET", f"{url}/v1/workers") for _ in range(6)]
+            assert {status for status, _ in asked} == {200}
+            workers = [worker for _, found in asked for worker in found["workers"]]
+            return not any(worker["load"]["in_flight"] for worker in workers if worker["load"])
 
-        async with asyncio.timeout(10):
-            while any([n for _ in range(6) for n in await loads()]):  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.05)
+        await until_told(nobody_is_loaded)
 
         status, _ = await each_connection_anew("GET", f"{addresses['indexer']}/v1/index/tree")
         assert status == 200
@@ -65,9 +64,7 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         assert (status, "ask the index" in problem["detail"]) == (404, True)
 
         os.kill(routers[0].pid, signal.SIGKILL)
-        async with asyncio.timeout(60):
-            while len(alive_routers()) < 3:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.1)
+        await until(lambda: len(alive_routers()) == 3, 60)
         statuses = [(await each_connection_anew("GET", f"{url}/readyz"))[0] for _ in range(8)]
         assert statuses == [200] * 8
     assert not [p for p in routers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -144,6 +144,28 @@ async def test_what_is_no_http_ends_its_connection_only(
     assert await is_alive(port)
 
 
+async def test_each_json_answer_ends_its_line(port: int) -> None:
+    """So that a shell's prompt stands below it."""
+    asked = [
+        ("POST", "/v1/score", BODY, 200),
+        ("POST", "/v1/route", BODY, 200),
+        ("POST", "/v1/route", b"{", 400),
+        ("POST", "/v1/requests/none/done", b"{}", 404),
+        *(("GET", path, b"", 200) for path in ("/healthz", "/readyz", "/v1/workers")),
+        *(("GET", path, b"", 200) for path in ("/v1/index/stats", "/v1/index/tree")),
+        ("GET", "/openapi.json", b"", 200),
+        ("GET", "/v1/decisions/none", b"", 404),
+        ("GET", "/nothing", b"", 404),
+    ]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        for method, path, body, status in asked:
+            answer = await client.request(method, path, content=body)
+            assert (path, answer.status_code) == (path, status)
+            assert (path, answer.content[-2:]) == (path, b"}\n")
+            assert int(answer.headers["content-length"]) == len(answer.content)
+            msgspec.json.decode(answer.content)
+
+
 async def test_many_clients_at_once(port: int) -> None:
     limits = httpx.Limits(max_connections=32)
     async with httpx.AsyncClient(

@@ -2,9 +2,10 @@
 
     workers (the truth) --batches--> bus that loses, repeats, delays --log--> two replicas
 
-Workers restart, give inventories when they like, say too much, lose their lease; a replica restarts
-from a snapshot of the other one, or from a log that has lost its beginning. When everything is calm
-again all instances are exact, and both replicas and the truth have equal digests.
+Workers restart, give inventories when they like, say too much, are muted, lose their lease; a
+replica restarts from a snapshot of the other one, or from a log that has lost its beginning. When
+everything is calm again all instances are exact, and both replicas and the truth have equal
+digests.
 
     pytest tests/property/test_exact_or_honest.py                    what `make test` runs
     pytest tests/property/test_exact_or_honest.py --soak 900         examples for so many seconds
@@ -41,8 +42,15 @@ from kvatlas.indexer.stimuli import (
 from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import AllBlocksCleared, EventBatch, KvEvent, WorkerDown
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    EventBatch,
+    KvEvent,
+    NamespacesMuted,
+    WorkerDown,
+)
 from testkit.builders import (
+    ROOT,
     a_batch,
     digest,
     hashes,
@@ -76,15 +84,16 @@ class Worker:
         self.epoch = 0
         self.is_up = False
         self.queue: deque[EventBatch] = deque()
-        #: (epoch, sequence) -> what was held right after that batch
-        self.truth: dict[tuple[int, int], Held] = {}
+        #: (epoch, sequence) -> what was held right after that batch, and what had been told of it
+        self.truth: dict[tuple[int, int], tuple[Held, Held]] = {}
         self.start()
 
     def start(self) -> None:
         """Begin an epoch with nothing."""
         self.epoch += 1
         self.seq = 0
-        self.held = dict(NOTHING)
+        self.held, self.told = dict(NOTHING), dict(NOTHING)
+        self.is_muted = self.has_been_muted = False
         self.is_up = True
         self.say(up())
 
@@ -94,27 +103,47 @@ class Worker:
         name = self.name
         batch = a_batch(*events, worker=name.worker, rank=name.rank, epoch=self.epoch, seq=self.seq)
         self.queue.append(batch)
-        self.truth[self.epoch, self.seq] = dict(self.held)
+        self.truth[self.epoch, self.seq] = dict(self.held), dict(self.told)
 
     def store(self, tier: Tier, numbers: list[int]) -> None:
         self.held[tier] |= frozenset(numbers)
-        self.say(stored(*numbers, tier=tier))
+        if not self.is_muted:
+            self.told[tier] |= frozenset(numbers)
+            self.say(stored(*numbers, tier=tier))
 
     def remove(self, tier: Tier, numbers: list[int]) -> None:
         self.held[tier] -= frozenset(numbers)
+        self.told[tier] -= frozenset(numbers)
         self.say(removed(*numbers, tier=tier))
+
+    def mute(self) -> None:
+        """Tell of the namespace no more than what leaves it."""
+        self.is_muted = self.has_been_muted = True
+        self.say(*self.caveats())
+
+    def unmute(self) -> None:
+        """Tell all that was withheld."""
+        self.is_muted, self.told = False, dict(self.held)
+        self.give_inventory()
+
+    def caveats(self) -> list[KvEvent]:
+        if not self.has_been_muted:
+            return []
+        return [NamespacesMuted(ROOT, "why") if self.is_muted else NamespacesMuted(b"")]
 
     def clear(self, tier: Tier | None) -> None:
         for each in Tier if tier is None else (tier,):
-            self.held[each] = frozenset()
+            self.held[each] = self.told[each] = frozenset()
         self.say(AllBlocksCleared(tier))
 
     def tell_digests(self, at_once: int = len(Tier)) -> None:
-        self.say_in_parts([digest(*self.held[tier], tier=tier) for tier in Tier], at_once)
+        *digests, last = [digest(*self.told[tier], tier=tier) for tier in Tier]
+        self.say_in_parts(digests, at_once)
+        self.say(*self.caveats(), last)  # whoever has all digests has the caveats too
 
     def give_inventory(self, at_once: int = len(Tier)) -> None:
         as_of = self.seq
-        parts = [inventory(*sorted(self.held[t]), as_of=as_of, tier=t) for t in Tier]
+        parts = [inventory(*sorted(self.told[t]), as_of=as_of, tier=t) for t in Tier]
         self.say_in_parts(parts, at_once)
         self.tell_digests(at_once)
 
@@ -188,6 +217,17 @@ class Fleet(RuleBasedStateMachine):
     def give_inventory(self, who: int, at_once: int) -> None:
         if self.workers[who].is_up:
             self.workers[who].give_inventory(at_once)
+
+    @rule(who=workers, numbers=blocks)
+    def mute_or_unmute(self, who: int, numbers: list[int]) -> None:
+        worker = self.workers[who]
+        if worker.is_up:
+            if worker.is_muted:
+                worker.unmute()
+            else:
+                worker.mute()
+                worker.store(Tier.hbm, numbers)
+                worker.tell_digests()
 
     @rule(who=workers, loses_queue=st.booleans(), is_clean=st.booleans())
     def restart(self, who: int, loses_queue: bool, is_clean: bool) -> None:
@@ -294,10 +334,11 @@ class Fleet(RuleBasedStateMachine):
         view = state.instance(worker.name)
         if view is None or view.trust is not Trust.exact or not view.epoch:
             return
-        held = worker.truth[view.epoch, view.seq]
+        held, told = worker.truth[view.epoch, view.seq]
         for tier in Tier:
-            assert view.digests.get(tier, (0, 0)) == truth_digest(held[tier]), worker.name
-        everything = frozenset[int]().union(*held.values())
+            assert view.digests.get(tier, (0, 0)) == truth_digest(told[tier]), worker.name
+        # of a muted namespace it says itself that it holds more
+        everything = frozenset[int]().union(*(told if view.muted else held).values())
         for chain in CHAINS:
             found = {m.instance: m.num_blocks for m in state.match(chain)}
             assert found.get(worker.name, 0) == leading(chain, everything)
@@ -313,6 +354,7 @@ class Fleet(RuleBasedStateMachine):
             views = {view.instance: view for view in state.instances()}
             for worker in self.workers:
                 assert views[worker.name].trust is Trust.exact, views[worker.name].trust_reasons
+                assert views[worker.name].muted == {}
                 assert (views[worker.name].epoch, views[worker.name].seq) == (
                     worker.epoch,
                     worker.seq,
@@ -325,8 +367,10 @@ class Fleet(RuleBasedStateMachine):
         for worker in self.workers:
             if not worker.is_up:
                 worker.start()
+            if worker.is_muted:
+                worker.unmute()
         for _ in range(3):
-            for instance, epoch, *_ in self.one.state.throttled():
+            for instance, epoch, *_ in self.one.state.fleet.throttled():
                 self.publish(self.one.state.handle(Proposed(instance, epoch, "released", 0)))
             for who, worker in enumerate(self.workers):
                 worker.tell_digests()
@@ -339,7 +383,7 @@ class Fleet(RuleBasedStateMachine):
 
     def in_doubt(self) -> Iterator[int]:
         for who, name in enumerate(NAMES):
-            wanted = [r.state.wants_inventory(name) for r in (self.one, self.two)]
+            wanted = [r.state.fleet.wants_inventory(name) for r in (self.one, self.two)]
             if any(wanted):
                 yield who
 
@@ -360,7 +404,7 @@ def leading(chain: bytes, held: frozenset[int]) -> int:
 def test_whatever_happens_an_exact_answer_is_true(request: pytest.FixtureRequest) -> None:
     seconds = float(request.config.getoption("--soak") or 0)
     until = time.monotonic() + seconds
-    chosen = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    chosen = settings(max_examples=2_000, stateful_step_count=50, deadline=None)
     if seconds:
         chosen = settings(chosen, max_examples=2_000, database=None)
     while True:

@@ -103,7 +103,7 @@ def test_a_snapshot_and_what_follows_it_are_the_whole(
     assert later.stream_sequence == whole.stream_sequence
     assert later.state_digest() == whole.state_digest()
     assert later.instances() == whole.instances()
-    assert later.wanted_inventories() == whole.wanted_inventories()
+    assert later.fleet.wanted_inventories() == whole.fleet.wanted_inventories()
     assert counts(later) == counts(whole)
     for first in range(1, 10):
         chain = hashes(first, first + 1)

@@ -16,6 +16,7 @@ from kvatlas.schemas.fleet import NamespaceDescriptor, Role, TierCapacity, Worke
 from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import (
+    MAX_MUTED_ROOTS,
     WIRE_VERSION,
     AllBlocksCleared,
     BlockRemoved,
@@ -27,6 +28,7 @@ from kvatlas.schemas.kv_events import (
     Inventory,
     KvEvent,
     NamespaceSeen,
+    NamespacesMuted,
     Resync,
     WorkerDown,
     WorkerUp,
@@ -63,6 +65,8 @@ EVENTS: dict[str, KvEvent] = {
     "namespace": NamespaceSeen(ROOT, "llama", 16, HashAlgorithm.xxh3_128, "sql", salted=True),
     "resync": Resync(4, 9),
     "doubted": Doubted("the engine told more than it keeps"),
+    "muted": NamespacesMuted(hashes(3, 4), "more than 50000 blocks/s"),
+    "muted no longer": NamespacesMuted(b""),
     "inventory": Inventory(12, 1, 2, Tier.other, ROOT, hashes(1, 2, 3)),
     "digest": Digest(Tier.hbm, 3, 2**64 - 1),
 }
@@ -137,6 +141,8 @@ def test_an_unknown_event_is_skipped_and_its_neighbours_are_kept() -> None:
         (["stored"], "stored"),
         (["removed", ROOT, hashes(1), 9], "removed"),
         (["inventory", 1, 0, 1, 0, ROOT, b""], "inventory"),
+        (["muted", ROOT[:15], "why"], "muted"),
+        (["muted", bytes(16 * (MAX_MUTED_ROOTS + 1)), "why"], "muted"),
         (["digest", 0, "many", 0], "digest"),
         (["up", ["url", ["m"], [0]]], "up"),
         ({"tag": "stored"}, "malformed"),

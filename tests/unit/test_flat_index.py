@@ -1,12 +1,13 @@
 """What only the flat index promises: bounds, sweeps, and arrays for answers."""
 
+import random
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
-from kvatlas.indexer import FlatRadixIndex, kernel
+from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
 from kvatlas.schemas.digest import digest_of, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier
@@ -130,6 +131,68 @@ def test_churn_of_instances_reuses_their_numbers() -> None:
         index.forget_instance(instance)
         numbers.add(instance)
     assert len(numbers) <= 17
+
+
+def an_index_with_long_sweeps() -> FlatRadixIndex:
+    """Return one of so many segments that a sweep is not done at once."""
+    return FlatRadixIndex(segment_cells=4, first_segments=128, set_rows=1 << 12, set_words=1 << 16)
+
+
+def test_a_long_sweep_goes_on_with_events_and_answers_stay_right() -> None:
+    """Epochs end one after the other."""
+    index = an_index_with_long_sweeps()
+    plain, twins, numbers = ReferenceIndex(), dict[int, int](), set[int]()
+    chosen, num_ended = random.Random(1), 0
+    for step in range(300):
+        if len(twins) == 40:
+            gone = chosen.choice(list(twins))
+            index.forget_instance(gone)
+            plain.forget_instance(twins.pop(gone))
+        number = index.add_instance()
+        twins[number] = plain.add_instance()
+        numbers.add(number)
+        for _ in range(20):
+            other, chain = chosen.choice(list(twins)), chain_of(6, start=chosen.randrange(600))
+            is_under_way = bool(index._leaving)
+            if chosen.random() < 0.7:
+                index.store(other, Tier.hbm, ROOT, chain)
+                plain.store(twins[other], Tier.hbm, ROOT, chain)
+            else:
+                index.remove(other, Tier.hbm, chain)
+                plain.remove(twins[other], Tier.hbm, chain)
+            num_ended += is_under_way and not index._leaving
+            asked = chain_of(6, start=chosen.randrange(600))
+            found = {twins[match.instance]: match.num_blocks for match in index.match(asked)}
+            assert found == {match.instance: match.num_blocks for match in plain.match(asked)}, step
+        assert index.num_blocks() == plain.num_blocks(), step
+    assert index.audit() == []
+    assert num_ended >= 4, "sweeps end while events come"
+    assert len(numbers) <= 40 + 2 * 16, "numbers come back"
+
+
+def test_a_snapshot_amid_a_sweep_is_the_whole_index() -> None:
+    index, copy = an_index_with_long_sweeps(), an_index_with_long_sweeps()
+    for number in range(20):
+        instance = index.add_instance()
+        index.store(instance, Tier.hbm, ROOT, chain_of(300, start=20 * number))
+    for gone in range(16):
+        index.forget_instance(gone)
+    kept = index.add_instance()
+    index.store(kept, Tier.hbm, ROOT, chain_of(5))
+    assert index._leaving
+    assert 0 < index._num_swept < index._state[kernel.NUM_SEGMENTS]
+    copy.restore(index.export()())
+    for each in (index, copy):
+        each.store(kept, Tier.dram, ROOT, chain_of(600))
+        numbers = {each.add_instance() for _ in range(40)}
+        assert numbers.isdisjoint({*range(16, 20), kept})
+        for number in numbers:
+            each.store(number, Tier.hbm, ROOT, chain_of(9, start=10 * number))
+        assert each.audit() == []
+    assert index.num_blocks() == copy.num_blocks()
+    for start in range(0, 700, 7):
+        found = [sorted(each.match(chain_of(9, start=start))) for each in (index, copy)]
+        assert found[0] == found[1]
 
 
 def test_columns_say_the_same_as_matches() -> None:

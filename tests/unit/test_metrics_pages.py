@@ -7,6 +7,8 @@ from prometheus_client import generate_latest
 
 from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.dead_letter_metrics import DeadLetterCollector
+from kvatlas.indexer.dead_letter_writing import DeadLetterSettings
 from kvatlas.indexer.service import IndexService
 from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
@@ -24,10 +26,13 @@ def shown() -> set[str]:
     fleet.up("w1")
     app = create_app(fleet.router())
     bus, state = MemoryBroker().connect(), IndexState(ReferenceIndex())
-    service = IndexService(bus, state, snapshots=SnapshotSettings())
+    service = IndexService(
+        bus, state, snapshots=SnapshotSettings(), dead_letters=DeadLetterSettings()
+    )
     assert service.snapshots
     service.snapshots.headroom = 5  # shown once there is a snapshot
     app.metrics.registry.register(SnapshotCollector(service))
+    app.metrics.registry.register(DeadLetterCollector(service))
     exposition = generate_latest(app.metrics.registry).decode()
     named = set(re.findall(r"^# HELP (\S+)", exposition, re.MULTILINE))
     return {name for name in named if not name.endswith("_created")} | WITH_SIBLINGS

@@ -19,7 +19,7 @@ from kvatlas.schemas.kv_events import (
     WorkerUp,
 )
 from kvatlas.schemas.settings import SidecarSettings
-from kvatlas.worker_hooks.outbox import Outbox
+from kvatlas.worker_hooks.outbox import DEFAULT_MAX_SECONDS, Outbox
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 _clock = itertools.count(1000.0)
@@ -97,6 +97,10 @@ def test_what_settings_say_is_what_an_outbox_does_unasked() -> None:
     for name in ("coalesce_bytes", "coalesce_seconds"):
         default = parameters[name].default
         assert getattr(SidecarSettings(), name) == options[name] == default
+    for name in ("bytes", "seconds"):
+        default = parameters[f"max_{name}"].default
+        setting = f"max_outbox_{name}"
+        assert getattr(SidecarSettings(), setting) == options[setting] == default
 
 
 def test_many_events_leave_in_batches_of_bounded_size_with_consecutive_sequences() -> None:
@@ -212,3 +216,39 @@ def test_the_last_word_gets_through_a_loss() -> None:
     (batch,) = take_all(outbox)
     assert isinstance(batch.events[0], Resync)
     assert batch.events[1] == WorkerDown("stopped")
+
+
+def test_what_has_waited_for_too_long_is_dropped_like_what_is_too_much() -> None:
+    outbox = an_outbox()
+    outbox.begin_epoch(5)
+    take_all(outbox)
+    outbox.add([STORED])
+    outbox.age_out(100.0)
+    outbox.add([STORED])
+    outbox.age_out(100.0 + DEFAULT_MAX_SECONDS - 0.1)
+    assert not outbox.is_lost
+    outbox.age_out(100.0 + DEFAULT_MAX_SECONDS)
+    assert (outbox.is_lost, outbox.num_overflows) == (True, 1)
+    outbox.age_out(100.0 + 9 * DEFAULT_MAX_SECONDS)  # what tells the loss is not lost itself
+    assert shape(take_all(outbox)) == [(3, (Resync(2, 2),))]
+    assert outbox.num_overflows == 1
+
+
+def test_what_leaves_in_time_does_not_age() -> None:
+    outbox = an_outbox()
+    outbox.begin_epoch(5)
+    for now in range(0, 3000, 100):
+        outbox.add([STORED])
+        outbox.age_out(float(now))
+        take_all(outbox)
+    assert outbox.num_overflows == 0
+
+
+def test_an_outbox_holds_the_events_of_a_busy_engine_through_an_election() -> None:
+    """2,000 blocks a second, one event each, for 10 s and more: a cluster elects in less."""
+    outbox = Outbox(InstanceId("w", 0), UP)
+    outbox.begin_epoch(5)
+    for second in range(60):
+        outbox.add([BlockStored(ROOT, bytes(16), bytes(16))] * 2_000)
+        outbox.age_out(float(second))
+    assert outbox.num_overflows == 0

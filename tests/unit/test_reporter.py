@@ -101,20 +101,21 @@ def test_doubts_are_said_and_said_again_with_each_inventory(reporting: Reporting
     reporting.report(RawDoubted("lost 3 to 9"))
     assert reporting.said() == [Doubted("lost 3 to 9")]
     reporting.reporter.put_inventory()
-    said = reporting.said()
-    assert isinstance(said[0], WorkerUp)
-    assert said[1] == Doubted("lost 3 to 9")
+    assert isinstance(reporting.said()[0], WorkerUp)
+    assert reporting.said()[0] == Doubted("lost 3 to 9")  # right before the digests
     reporting.report(RawDoubted(""))
     reporting.said()
     reporting.reporter.put_inventory()
-    assert Doubted not in reporting.kinds()
+    reporting.said()
+    assert reporting.said()[0] == Doubted("")  # again, for whoever has missed it
 
 
 def test_a_restart_ends_the_doubts(reporting: Reporting) -> None:
     reporting.report(RawDoubted("lost 3 to 9"), RawRestarted("health"))
+    reporting.reporter.begin_epoch(2)
     reporting.said()
     reporting.reporter.put_inventory()
-    assert Doubted not in reporting.kinds()
+    assert Doubted not in [*reporting.kinds(), *reporting.kinds()]
 
 
 def test_it_is_said_before_the_blocks_that_matches_end_at_reuse_points(
@@ -186,8 +187,9 @@ def test_the_edges_own_doubt_is_said_again_with_each_inventory(reporting: Report
     reporting.report(RawDoubted(""))
     reporting.said()
     reporting.reporter.put_inventory()
+    reporting.said()
     assert isinstance(doubt, Doubted)
-    assert reporting.said()[1] == doubt
+    assert reporting.said()[0] == doubt
 
 
 def test_where_nothing_can_be_listed_an_audit_asks_for_nothing(reporting: Reporting) -> None:

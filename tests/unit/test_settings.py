@@ -34,6 +34,10 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ("router.degraded_match_share", "1.5", "<= 1.0"),
         ("indexer.kernel", "rust", "flat|reference"),
         ("fleet.key", "abc", "regex"),
+        ("fleet.wire_version", "99", ">= 100"),
+        ("fleet.wire_version", "200", "<= 101"),
+        ("sidecar.namespace_blocks_per_second", "-1", ">= 0"),
+        ("sidecar.namespace_burst_blocks", "0", "> 0"),
         ("log.replicas", "0", ">= 1"),
     ],
 )

@@ -15,18 +15,21 @@ from kvatlas.events.leases import LeaseValue
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus, MemoryPublisher
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import control_subject, inventory_subject, lease_subject
-from kvatlas.schemas.digest import digest_of
+from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.errors import StreamRefused
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     WIRE_VERSION,
     BlockRemoved,
+    BlockStored,
     ControlRecord,
     Inventory,
+    NamespacesMuted,
     WorkerUp,
 )
 from kvatlas.schemas.transfer import (
+    LeaseGranted,
     LeaseMissing,
     LeaseRequest,
     decode_transfer_answer,
@@ -160,6 +163,34 @@ async def test_an_outbox_that_overflows_is_a_gap_and_an_inventory(
         assert fold.gaps
         assert fold.is_whole
         assert fold.held[Tier.hbm] == {h for r in range(10) for h in chain_of(1000 + r)}
+
+
+async def test_events_that_waited_for_too_long_are_a_gap_and_an_inventory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.events.memory_bus.MAX_UNACKED", 2)
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        own = broker.connect()
+        options = sidecar_options(tmp_path, max_outbox_seconds=0.2, digest_seconds=0.05)
+        async with beside(options, own) as one:
+            one.hook.stored([1], None, tokens_of(1))
+            await one.channel.flush()
+            own.cut()
+            for block in range(2, 10):  # more than the publisher takes: the rest waits before it
+                one.hook.stored([block], None, tokens_of(block))
+                await until(lambda: one.reader.waiting_bytes == 0)
+
+            async def overflows() -> int:
+                return (await one.channel.status()).counters["outbox_overflows"]
+
+            async with asyncio.timeout(10):
+                while not await overflows():  # noqa: ASYNC110 - the sidecar looks at its own clock
+                    await asyncio.sleep(0.02)
+            own.restore()
+            flushed = await one.channel.flush()
+            await until(lambda: fold.seq >= flushed.seq and fold.is_whole)
+        assert fold.gaps
+        assert fold.held[Tier.hbm] == {h for block in range(1, 10) for h in chain_of(block)}
 
 
 async def test_an_epoch_that_was_declared_dead_is_followed_by_another(tmp_path: Path) -> None:
@@ -452,3 +483,66 @@ async def test_without_a_transport_pulls_and_leases_say_so(tmp_path: Path) -> No
         missing = decode_transfer_answer(answer)
         assert isinstance(missing, LeaseMissing)
         assert missing.reason == "no_transport"
+
+
+async def test_a_tenant_that_tells_too_much_is_muted_for_a_while_and_costs_no_other(
+    tmp_path: Path,
+) -> None:
+    fabric = MemoryFabric()
+    options = sidecar_options(
+        tmp_path,
+        transport="memory",
+        namespace_burst_blocks=3.0,
+        namespace_blocks_per_second=1.0,
+        namespace_mute_seconds=60.0,
+    )
+    packed = BlockHasher(DESCRIPTOR.namespace("m", None, "tenant")).chain(tokens_of(*range(1, 7)))
+    tenants = list(split_hashes(packed))
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(options, broker.connect(), fabric) as one,
+    ):
+        await until(lambda: one.sidecar._exchange is not None)
+        assert one.pool is not None
+        one.hook.stored([1, 2, 3, 4], None, tokens_of(1, 2, 3, 4), cache_salt="tenant")
+        await one.channel.flush()
+        one.hook.stored([5, 6], 4, tokens_of(5, 6))
+        one.hook.stored([11, 12], None, tokens_of(1, 2))
+        one.pool.commit(0, tenants[5], bytes(BLOCK_BYTES))
+        asked = LeaseRequest(
+            fingerprint=bytes(16),
+            hashes=tenants[5],
+            ttl_ms=100,
+            requester="r",
+            transports=("memory",),
+        )
+        # told or not: who asks for a block that is held gets it
+        answer = await bus.request(lease_subject(W), encode_transfer(asked), 2.0)
+        assert isinstance(decode_transfer_answer(answer), LeaseGranted)
+        flushed = await one.channel.flush()
+        await until(lambda: fold.seq >= flushed.seq)
+        root = BlockHasher(DESCRIPTOR.namespace("m", None, "tenant")).root
+        assert fold.muted == {root}
+        assert fold.held[Tier.hbm] == {*tenants[:4], *chain_of(1, 2)}
+        one.sidecar._reporter._budgets._muted[root] = 0.0  # its time is over
+        await until(lambda: fold.held[Tier.hbm] == {*tenants, *chain_of(1, 2)})
+        await until(lambda: fold.muted == set())
+        mutes = [event.roots for event in fold.events if isinstance(event, NamespacesMuted)]
+        assert (mutes[0], mutes[-1]) == (root, b"")
+        stores = b"".join(event.hashes for event in fold.events if isinstance(event, BlockStored))
+        assert stores.count(tenants[5]) == 0  # told by the inventory at the end only
+        assert stores.count(chain_of(1)[0]) == 1
+        counters = (await one.channel.status()).counters
+        assert (counters["withheld_blocks"], counters["namespace_mutes"]) == (2, 1)
+        assert counters["muted_namespaces"] == 0
+
+
+async def test_batches_carry_the_minor_that_they_are_written_in(tmp_path: Path) -> None:
+    options = sidecar_options(tmp_path, wire_version=100)
+    async with a_broker() as (broker, bus), beside(options, broker.connect()) as one:
+        one.hook.stored([1], None, tokens_of(1))
+        await one.channel.flush()
+        last = await bus.last_sequence(KV_EVENTS)
+        batches = [decode(m.payload).batch async for m in bus.read_range(KV_EVENTS, 1, last)]
+        assert {batch.v for batch in batches} == {100}

@@ -89,5 +89,8 @@ def test_all_that_is_kept_of_an_instance_is_named_here() -> None:
             "num_records",
             "proposed",
             "last_event_ns",
+            "muted",
+            "replaced",
+            "divergent",
         ),
     )

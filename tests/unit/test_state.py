@@ -5,8 +5,10 @@ import pytest
 
 from kvatlas.events.codec import DecodedBatch
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.reader import IndexReader, IndexStats
-from kvatlas.indexer.state import MAX_CONTROLS, MAX_REJECTED_KINDS, IndexState
+from kvatlas.indexer.fleet import MAX_REJECTED_KINDS
+from kvatlas.indexer.reader import IndexReader, IndexStats, Replaced
+from kvatlas.indexer.records import MAX_CONTROLS
+from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import (
     BatchArrived,
     HoleSeen,
@@ -14,12 +16,14 @@ from kvatlas.indexer.stimuli import (
     PayloadRejected,
     PublishControl,
     ReportRejected,
+    ReportTakeover,
     RequestInventory,
     stimulus_of,
 )
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
+    WIRE_VERSION,
     AllBlocksCleared,
     ControlRecord,
     EventBatch,
@@ -84,6 +88,33 @@ def test_a_view_tells_all_of_an_instance() -> None:
     assert state.instance(InstanceId("w1", 1)) is None
 
 
+def test_a_name_that_was_taken_from_a_living_process_is_told_with_both() -> None:
+    state = a_state(a_batch(WorkerUp(an_info()), epoch=7))
+    effects = state.handle(arrived(a_batch(up(), epoch=8), 2))
+    was = Replaced(7, "http://127.0.0.1:1")
+    assert ReportTakeover(W1, 8, was) in effects
+    view = state.instance(W1)
+    assert view is not None
+    assert (view.epoch, view.replaced) == (8, was)
+    state.handle(arrived(a_batch(WorkerDown("end"), epoch=8, seq=2), 3))
+    assert not [e for e in state.handle(arrived(a_batch(up(), epoch=9), 4)) if "Takeover" in str(e)]
+    view = state.instance(W1)
+    assert view is not None
+    assert view.replaced is None
+    assert state.stats().takeovers == 1
+
+
+def test_both_sides_of_a_divergence_are_shown_until_they_are_equal() -> None:
+    state = a_state(a_batch(up(), stored(1), digest(1, 2, 3)))
+    view = state.instance(W1)
+    assert view is not None
+    assert view.divergent == {Tier.hbm: (3, 1)}
+    state.handle(arrived(a_batch(stored(2, 3), digest(1, 2, 3), seq=2), 2))
+    view = state.instance(W1)
+    assert view is not None
+    assert view.divergent == {}
+
+
 def test_instances_serve_their_models_and_adapters_from_worker_up_until_they_are_gone() -> None:
     info = an_info("base", adapters={"sql": "base"})
     state = a_state(a_batch(stored(1)), a_batch(WorkerUp(info), worker="w2"))
@@ -105,6 +136,18 @@ def test_the_serving_list_is_kept_until_the_fleet_changes() -> None:
     state.handle(arrived(a_batch(stored(2), seq=4), 3))
     assert state.fleet_version > version
     assert [view.trust for view in state.serving(MODEL)] == [Trust.degraded]
+
+
+def test_the_quarantine_of_a_doubtful_instance_changes_the_fleet() -> None:
+    """Readers of a shared index learn from the version who counts for nothing."""
+    state = a_state(a_batch(up(), stored(1), seq=5))
+    view = state.instance(W1)
+    assert view is not None
+    assert view.trust is Trust.degraded
+    version = state.fleet_version
+    state.handle(arrived(a_control(kind="quarantined"), 2))
+    assert state.match(hashes(1)) == []
+    assert state.fleet_version > version
 
 
 def test_the_tree_names_instances() -> None:
@@ -237,7 +280,7 @@ def test_an_instance_without_room_is_degraded_and_comes_in_with_an_inventory() -
 def test_an_expiry_becomes_a_record_that_says_who_saw_it() -> None:
     state = a_state(a_batch(up(), epoch=7))
     effects = state.handle(LeaseExpired(W1, 7, now_ns=5, seen_by="router-1"))
-    record = ControlRecord(100, "w1", 0, 7, "expired", "lease", "router-1", 5)
+    record = ControlRecord(WIRE_VERSION, "w1", 0, 7, "expired", "lease", "router-1", 5)
     assert effects == [PublishControl(record)]
 
 
@@ -254,11 +297,11 @@ def test_an_expiry_of_anything_but_the_present_epoch_is_ignored(
 
 def test_a_reader_that_has_caught_up_can_ask_what_is_still_wanted() -> None:
     state = a_state(a_batch(up()), a_batch(seq=5), a_batch(up(), worker="w2"))
-    assert state.wanted_inventories() == [RequestInventory(W1, 1)]
-    assert state.wants_inventory(W1)
-    assert not state.wants_inventory(InstanceId("w2", 0))
+    assert state.fleet.wanted_inventories() == [RequestInventory(W1, 1)]
+    assert state.fleet.wants_inventory(W1)
+    assert not state.fleet.wants_inventory(InstanceId("w2", 0))
     state.handle(arrived(a_batch(epoch=2), 4))
-    assert state.wanted_inventories() == []
+    assert state.fleet.wanted_inventories() == []
 
 
 def test_a_skipped_event_is_reported_with_its_reason() -> None:
@@ -270,13 +313,13 @@ def test_a_skipped_event_is_reported_with_its_reason() -> None:
 
 def test_who_is_alive_and_who_is_silent_is_told_by_epoch_and_broker_time() -> None:
     state = a_state(a_batch(epoch=4), a_batch(worker="w2"), a_batch(worker="w3"), a_control("w3"))
-    assert state.alive() == [(W1, 4), (InstanceId("w2", 0), 1)]
-    assert state.silent_since(2 * SECOND) == {W1}
-    assert state.silent_since(99 * SECOND) == {W1, InstanceId("w2", 0)}
+    assert state.fleet.alive() == [(W1, 4), (InstanceId("w2", 0), 1)]
+    assert state.fleet.silent_since(2 * SECOND) == {W1}
+    assert state.fleet.silent_since(99 * SECOND) == {W1, InstanceId("w2", 0)}
     state.handle(arrived(a_batch(AllBlocksCleared(), epoch=4, seq=2), 5))
-    assert state.silent_since(99 * SECOND) == {InstanceId("w2", 0)}
+    assert state.fleet.silent_since(99 * SECOND) == {InstanceId("w2", 0)}
     state.handle(LeaseExpired(W1, 4, 0))
-    assert state.alive() == [(InstanceId("w2", 0), 1)]
+    assert state.fleet.alive() == [(InstanceId("w2", 0), 1)]
 
 
 # --- from messages to stimuli -------------------------------------------------------------------

@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
+from kvatlas.indexer.reader import Replaced
 from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
 from kvatlas.schemas.kv_events import Inventory
@@ -110,6 +111,12 @@ class Instance(Struct):
     #: per such kind: the number of the record that was proposed here last
     proposed: dict[str, int] = msgspec.field(default_factory=dict)
     last_event_ns: int = 0
+    #: roots of which it holds more than it says -> why
+    muted: dict[bytes, str] = msgspec.field(default_factory=dict)
+    #: whom this epoch took the name from
+    replaced: Replaced | None = None
+    #: per tier whose last digest was not ours: (blocks that the instance told, blocks found here)
+    divergent: dict[Tier, tuple[int, int]] = msgspec.field(default_factory=dict)
 
     @property
     def is_gone(self) -> bool:
@@ -124,8 +131,10 @@ class Instance(Struct):
         return tuple(f"{why}: {detail}" if detail else why for why, detail in self.damages.items())
 
     def begin(self, epoch: int) -> None:
-        """Start an epoch: nothing of an earlier one is left."""
+        """Start an epoch: nothing of an earlier one is left but its name, if it had not gone."""
         fresh = Instance(self.id, epoch=epoch)
+        if self.epoch and not self.is_gone:
+            fresh.replaced = Replaced(self.epoch, self.info.base_url if self.info else "")
         for name in self.__struct_fields__:
             setattr(self, name, getattr(fresh, name))
 
@@ -134,6 +143,8 @@ class Instance(Struct):
         self.trust, self.ended, self.info = Trust.gone, reason, None
         self.damages.clear()
         self.open_inventories.clear()
+        self.divergent.clear()
+        self.muted.clear()
         self.wants_inventory = False
 
     def doubt(self, damage: Damage, detail: str) -> None:

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable
-from itertools import count
+import time
+from collections.abc import Callable, Iterator
 
 from kvatlas.events.bus import Bus
 from kvatlas.events.subjects import inventory_subject
@@ -12,16 +12,22 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import BusUnavailable, RequestFailed
 from kvatlas.schemas.ids import InstanceId
 
+#: how often it is looked whether an inventory that is under way has helped
+LOOK_SECONDS = 0.01
+
 _logger = logging.getLogger(__name__)
 
 
 class InventoryRequests:
-    """One request at a time per instance, `max_requests` in all, with growing pauses.
+    """One repair at a time per instance, `max_requests` in all, with growing pauses.
 
-    An answer only says that the inventory is on its way through the log; the instance is asked
-    again when it has not healed after the pause. Replicas ask each for themselves, so the first
-    request waits a random part of `jitter_seconds`, in which another's answer may arrive. Who has
-    not healed after `give_up_after` requests is given up once, and asked on.
+    An answer only says that the inventory is on its way through the log. The next instance has its
+    turn when that has helped, so that however many are broken at once, few inventories come
+    between requests; or after the pause and no later than `timeout_seconds`, so that one which
+    does not help holds up nobody for long. Then the instance is asked again. Replicas ask each for
+    themselves, so the first request waits a random part of `jitter_seconds`, in which another's
+    answer may arrive. Who has not healed after `give_up_after` requests is given up once, and
+    asked on.
     """
 
     def __init__(
@@ -62,22 +68,47 @@ class InventoryRequests:
                 tasks.create_task(self._ask(await self._news.get()))
 
     async def _ask(self, instance: InstanceId) -> None:
-        pause, retry = random.random() * self._jitter_seconds, self._retry_seconds
-        for number in count():
-            await asyncio.sleep(pause)
-            if not self._state.wants_inventory(instance):
+        await asyncio.sleep(random.random() * self._jitter_seconds)
+        for number, pause in enumerate(pauses(self._retry_seconds, self._max_retry_seconds)):
+            if not self._wants(instance):
                 break
             if number == self._give_up_after:
                 self._on_give_up(instance)
+            waited_seconds = 0.0
             async with self._free:
-                await self._request(instance)
-            pause, retry = retry, min(2 * retry, self._max_retry_seconds)
+                if self._wants(instance) and await self._request(instance):
+                    waited_seconds = await self._until_healed(
+                        instance, min(pause, self._timeout_seconds)
+                    )
+            await asyncio.sleep(pause - waited_seconds)
         self._wanted.discard(instance)
 
-    async def _request(self, instance: InstanceId) -> None:
+    def _wants(self, instance: InstanceId) -> bool:
+        return self._state.fleet.wants_inventory(instance)
+
+    async def _request(self, instance: InstanceId) -> bool:
+        """Return whether there was an answer."""
         self.num_requests += 1
         try:
             await self._bus.request(inventory_subject(instance), b"", self._timeout_seconds)
         except (BusUnavailable, RequestFailed) as error:
             self.num_failed_requests += 1
             _logger.info("no inventory of %s yet: %s", instance, error)
+            return False
+        return True
+
+    async def _until_healed(self, instance: InstanceId, seconds: float) -> float:
+        """Return when the inventory has helped, or after so long, how long that took."""
+        began = time.monotonic()
+        # few look at a time, and to tell them of each message would cost each message
+        while self._wants(instance) and time.monotonic() - began < seconds:  # noqa: ASYNC110
+            await asyncio.sleep(min(LOOK_SECONDS, seconds))
+        return time.monotonic() - began
+
+
+def pauses(first_seconds: float, longest_seconds: float) -> Iterator[float]:
+    """Yield how long to wait after each request: twice as long each time, up to the longest."""
+    seconds = min(first_seconds, longest_seconds)
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, longest_seconds)

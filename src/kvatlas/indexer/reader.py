@@ -19,11 +19,25 @@ class InstanceMatch(NamedTuple):
     by_tier: tuple[int, int, int, int, int]
 
 
+class Replaced(Struct, frozen=True):
+    """An epoch that another one took the name from, though it had not gone.
+
+    Either its process died and was started again sooner than its lease ended, or two processes
+    claim one name; `base_url` tells.
+    """
+
+    epoch: int
+    base_url: str
+
+
 class InstanceView(Struct, frozen=True):
     """An instance as others see it.
 
     `info` is None until WorkerUp. `num_blocks` counts a block once in each tier that holds it.
-    `last_event_ns` is the broker's time of its newest message.
+    `last_event_ns` is the broker's time of its newest message. `replaced` is the epoch that this
+    one took the name from though it had not gone. `divergent` has, per tier whose newest digest was
+    not ours, the blocks that it told and those found here. Of the namespaces whose roots are in
+    `muted`, with the reason, it holds more than it says, and `trust` is about all others.
     """
 
     instance: InstanceId
@@ -35,6 +49,9 @@ class InstanceView(Struct, frozen=True):
     digests: dict[Tier, TierDigest]
     num_blocks: int
     last_event_ns: int
+    replaced: Replaced | None = None
+    divergent: dict[Tier, tuple[int, int]] = {}
+    muted: dict[bytes, str] = {}
 
 
 class TreeRun(Struct, frozen=True):
@@ -72,6 +89,8 @@ class IndexStats(Struct, frozen=True):
     missing_batches: int
     duplicates: int
     old_epochs: int
+    #: epochs that took their name from one that had not gone
+    takeovers: int
     ended_epochs: int
     resyncs: int
     digest_matches: int
@@ -88,6 +107,8 @@ class IndexStats(Struct, frozen=True):
     #: times that an instance said more than its budget, and its batches without effect since
     throttles: int
     throttled_batches: int
+    #: times that an instance began to hold more of a namespace than it says
+    namespace_mutes: int
     #: tiers that broken memory had changed
     audit_failures: int
     index_full: int

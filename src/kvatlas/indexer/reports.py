@@ -8,6 +8,7 @@ from kvatlas.indexer.stimuli import (
     ReportDivergence,
     ReportGap,
     ReportRejected,
+    ReportTakeover,
     ReportTrust,
 )
 from kvatlas.schemas.fleet import Trust
@@ -35,6 +36,10 @@ class EffectLog:
             case ReportGap(instance, epoch, expected, found):
                 what = f"gap of {instance}, epoch {epoch}: expected {expected}, got {found}"
                 self._write(("gap", instance.worker), what, is_history)
+            case ReportTakeover(instance, epoch, replaced):
+                who = f"epoch {replaced.epoch} at {replaced.base_url or 'an unknown address'}"
+                what = f"{instance}: epoch {epoch} took the name of {who}, which had not gone"
+                self._write(("takeover", instance.worker), what, is_history)
             case ReportDivergence(instance, tier, told, found):
                 what = f"{instance} holds {told.count} in {tier.name}, the index {found.count}"
                 self._write(("divergence", instance.worker), what, is_history)

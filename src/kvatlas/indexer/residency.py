@@ -5,6 +5,7 @@ number is one that the index had no room for: its events pass without effect.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 from msgspec import Struct
@@ -15,6 +16,7 @@ from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, TreeRun
 from kvatlas.indexer.snapshot import Export, Exportable, Parts, Room
 from kvatlas.schemas.digest import TierDigest
+from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Inventory
@@ -104,7 +106,7 @@ class Residency:
             self._index.clear(instance.number, event.tier)
 
     def take_inventory(self, instance: Instance, part: Inventory) -> None:
-        """Collect the parts of a tier; the last one replaces the tier.
+        """Collect the parts of a tier; the last one replaces the tier, maybe under a new number.
 
         A set counts only when its parts follow one another, and when nothing of the tier has
         changed, or may have, since the sequence that it stands for.
@@ -206,9 +208,24 @@ class Residency:
         assert instance.number is not None
         told = digest_of_packed(b"".join(hashes for _, hashes in runs))
         if self._index.digest(instance.number, tier) != told:
-            self._index.clear(instance.number, tier)
+            self._empty(instance, instance.number, tier)
             self._index.store_runs(instance.number, tier, runs)
         instance.inventoried.add(tier)
+
+    def _empty(self, instance: Instance, number: int, tier: Tier) -> None:
+        """Empty a tier before it is told anew.
+
+        Where no other tier holds anything, the instance gets another number: that is O(1), while
+        to search the index for what it holds would stop every reader, once for each repair.
+        """
+        if self.digests(instance).keys() <= {tier}:
+            with suppress(IndexFull):  # of numbers
+                instance.number = self._index.add_instance()
+                self._named.by_number[instance.number] = instance
+                self._index.forget_instance(number)
+                del self._named.by_number[number]
+                return
+        self._index.clear(number, tier)
 
     def _touch(self, instance: Instance, tier: Tier) -> None:
         """Note that the tier changes at the present sequence."""

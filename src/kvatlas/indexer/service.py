@@ -24,6 +24,7 @@ from kvatlas.events.leases import watch_leases
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import control_subject
 from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
+from kvatlas.indexer.dead_letter_writing import DeadLetterSettings, DeadLetterWriter, poison_of
 from kvatlas.indexer.inventories import InventoryRequests
 from kvatlas.indexer.lapses import LeaseLapses
 from kvatlas.indexer.live import LiveIndex
@@ -94,8 +95,8 @@ class ServiceSettings(Struct, frozen=True):
     #: pause before asking again, doubled each time up to the maximum
     inventory_retry_seconds: float = 1.0
     inventory_max_retry_seconds: float = 30.0
-    #: requests under way at a time
-    max_inventory_requests: int = 8
+    #: repairs under way at a time; more heal a broken fleet sooner and delay answers meanwhile
+    max_inventory_requests: int = 4
     #: after so many in vain, half a minute by the pauses above, what the instance is believed to
     #: hold is dropped
     max_vain_inventory_requests: int = 6
@@ -113,7 +114,8 @@ class IndexService:
     afterwards no message and no outage stops the service.
 
     With `snapshots` it starts from the newest one that can be used, and takes part in writing them;
-    `loaded` is the one it started from.
+    `loaded` is the one it started from. With `dead_letters` it leaves a letter about each message
+    that it cannot read.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class IndexService:
         settings: ServiceSettings | None = None,
         snapshots: SnapshotSettings | None = None,
         shared: SharedArrays | None = None,
+        dead_letters: DeadLetterSettings | None = None,
     ) -> None:
         self._bus, self.state, self._name = bus, state, name
         self._settings = settings or ServiceSettings()
@@ -177,6 +180,8 @@ class IndexService:
                 self._cut_sequence,
                 lambda: state.stats().memory_bytes,
             )
+        #: None where no letters are asked for
+        self.letters = None if dead_letters is None else DeadLetterWriter(bus, name, dead_letters)
         #: publish to fold in ns, of the latest live messages
         self._delays_ns: deque[int] = deque(maxlen=4096)
         #: at most one for each epoch of an instance: the fold proposes an expiry once
@@ -195,6 +200,8 @@ class IndexService:
             self._subscriptions.append(await watch_leases(leases, self._lapses.take))
             if self._writer is not None:
                 await self._start_from_snapshot()
+            if self.letters is not None:
+                await self.letters.begin(self._target)
             first = self.state.stream_sequence + 1
             self._subscriptions.append(
                 await self._bus.follow(KV_EVENTS, first, self._on_message, self._on_hole)
@@ -207,6 +214,8 @@ class IndexService:
             self._start(part)
         if self._writer is not None:
             self._start(self._writer.run())
+        if self.letters is not None:
+            self._start(self.letters.run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -323,6 +332,8 @@ class IndexService:
         if isinstance(stimulus, BatchArrived):
             key = stimulus.decoded.batch.worker, stimulus.decoded.batch.rank
             self._said[key] = self._said.get(key, 0) + len(message.payload)
+        if self.letters is not None and (poison := poison_of(stimulus)) is not None:
+            self.letters.put(message, poison)
         self._newest = message
         self._newest_ns, self._newest_at = message.broker_ns, time.monotonic()
         if self.is_ready:
@@ -346,7 +357,7 @@ class IndexService:
             self._said.clear()  # all of the log at once is nobody's storm
             self._lay_trust()
             self._pulse()
-            for wanted in self.state.wanted_inventories():
+            for wanted in self.state.fleet.wanted_inventories():
                 self._execute(wanted)
 
     @contextmanager
@@ -394,7 +405,7 @@ class IndexService:
             self._propose(instance, known.epoch, "forgotten")
 
     def _release_throttled(self) -> None:
-        for instance, epoch in self._budgets.due(self.state.throttled(), self._broker_ns()):
+        for instance, epoch in self._budgets.due(self.state.fleet.throttled(), self._broker_ns()):
             self._propose(instance, epoch, "released")
 
     async def _audit_if_due(self) -> None:
@@ -464,7 +475,9 @@ class IndexService:
 
     def _silent(self) -> frozenset[InstanceId]:
         """Return who has said nothing for too long, all by the broker's clock."""
-        return self.state.silent_since(self._broker_ns() - int(self._settings.stale_seconds * 1e9))
+        return self.state.fleet.silent_since(
+            self._broker_ns() - int(self._settings.stale_seconds * 1e9)
+        )
 
     def _broker_ns(self) -> int:
         """Return the broker's time by our monotonic clock: no two machines' clocks are compared."""
@@ -475,7 +488,7 @@ class IndexService:
         silent_seconds = time.monotonic() - self._heard_at
         is_heard = silent_seconds < max(NO_LEADER_SECONDS, 4 * self._settings.poll_seconds)
         is_connected = self._bus.connected and is_heard
-        due = self._lapses.due(self.state.alive(), is_connected, time.monotonic())
+        due = self._lapses.due(self.state.fleet.alive(), is_connected, time.monotonic())
         for instance, epoch in due:
             self._handle(LeaseExpired(instance, epoch, time.time_ns(), self._name))
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import DecodedBatch, decode, decode_control
 from kvatlas.events.subjects import parse_events_subject, parse_instance_subject
+from kvatlas.indexer.reader import Replaced
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.errors import (
     BatchTooLarge,
@@ -128,6 +129,14 @@ class ReportGap(Struct, frozen=True):
     found: int
 
 
+class ReportTakeover(Struct, frozen=True):
+    """Tell people that an epoch took its name from one that had not gone."""
+
+    instance: InstanceId
+    epoch: int
+    replaced: Replaced
+
+
 class ReportDivergence(Struct, frozen=True):
     """Tell people that an instance holds something else than the index believes."""
 
@@ -147,7 +156,13 @@ class ReportTrust(Struct, frozen=True):
 
 
 Effect = (
-    PublishControl | RequestInventory | ReportRejected | ReportGap | ReportDivergence | ReportTrust
+    PublishControl
+    | RequestInventory
+    | ReportRejected
+    | ReportGap
+    | ReportTakeover
+    | ReportDivergence
+    | ReportTrust
 )
 
 

@@ -1,12 +1,20 @@
 """What the router answers over HTTP, as JSON."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import CandidateScore, Plan
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encoded(answer: Struct | dict[str, Any]) -> bytes:
+    """Return an answer's body: JSON that ends its line, so that a prompt stands below it."""
+    return _encode(answer) + b"\n"
 
 
 class IndexAge(Struct, frozen=True):
@@ -109,6 +117,13 @@ class DigestAnswer(Struct, frozen=True):
     xor: str
 
 
+class ReplacedAnswer(Struct, frozen=True):
+    """An epoch that another process took the name from though it had not gone."""
+
+    epoch: int
+    base_url: str
+
+
 class WorkerAnswer(Struct, frozen=True):
     """One instance: what it is, what it holds, how far it is believed."""
 
@@ -129,6 +144,11 @@ class WorkerAnswer(Struct, frozen=True):
     role: str
     last_event_age_ms: float
     load: LoadAnswer | None
+    #: the process that this one took the name from; two that claim one name show up here in turn
+    replaced: ReplacedAnswer | None = None
+    #: root in hex of each namespace of which it holds more than it says -> why; `trust` is about
+    #: all others
+    muted_namespaces: dict[str, str] = {}
 
 
 class WorkersAnswer(Struct, frozen=True):

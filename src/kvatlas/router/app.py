@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvatlas import __version__
+from kvatlas.router.answers import encoded
 from kvatlas.router.control import control_routes
 from kvatlas.router.hot import HotRoutes, Message, Receive, Scope, Send
 from kvatlas.router.hot_protocol import HotProtocol, protocol_of
@@ -44,6 +45,7 @@ class RouterApp(FastAPI):
             summary="Which worker holds how much of a prompt, and where a request goes",
             docs_url=None,  # both pages load their code from elsewhere
             redoc_url=None,
+            openapi_url=None,  # below, ending its line as all our answers do
         )
         self.service = service
         self._decides = decides
@@ -51,6 +53,7 @@ class RouterApp(FastAPI):
         self.metrics.registry.register(StateCollector(service, siblings))
         router = MeteredRouter(service, self.metrics)
         self._hot = HotRoutes(router, service.settings, self.metrics.answered, decides)
+        self.add_route("/openapi.json", self._document, include_in_schema=False)
         self.include_router(control_routes(service, self.metrics.registry, siblings))
         self.add_exception_handler(KvatlasError, _our_error)
         self.add_exception_handler(HTTPException, _http_error)
@@ -67,6 +70,9 @@ class RouterApp(FastAPI):
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi(), self._decides)
         return self.openapi_schema
+
+    async def _document(self, _: Request) -> Response:
+        return Response(encoded(self.openapi()), media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection or request."""

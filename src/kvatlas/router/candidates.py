@@ -7,7 +7,7 @@ each group, and compared in tokens across them. A prompt that comes as hashes be
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvatlas.indexer import prompt_kernel
@@ -24,6 +24,8 @@ from kvatlas.schemas.routing import Candidate, ChainGroup
 
 MAX_CACHED_MODELS = 256
 MAX_CACHED_HASHERS = 1024
+
+_BETTER_THAN_DEGRADED = (Trust.exact, Trust.catching_up)
 
 #: of each holder of a chain, its leading blocks by tier
 Held = dict[InstanceId, tuple[int, int, int, int, int]]
@@ -49,6 +51,8 @@ class Seat(NamedTuple):
     group: int
     block_tokens: int
     kv_class: int
+    #: roots of which it holds more than it says -> why
+    muted: Mapping[bytes, str]
 
 
 class Lineup(NamedTuple):
@@ -63,6 +67,8 @@ class Lineup(NamedTuple):
     kv_class_of: tuple[int, ...]
     #: the same, by view, so that a request need not gather it
     seats: tuple[Seat, ...]
+    #: whether any of them may have muted namespaces
+    has_mutes: bool
 
     @classmethod
     def of(
@@ -85,10 +91,12 @@ class Lineup(NamedTuple):
                 group,
                 info.descriptor.block_tokens,
                 kv_class,
+                view.muted,
             )
             for view, info, group, kv_class in zip(views, infos, group_of, kv_class_of, strict=True)
         )
-        return cls(views, infos, groups, group_of, kv_class_of, seats)
+        has_mutes = any(view.muted for view in views)
+        return cls(views, infos, groups, group_of, kv_class_of, seats, has_mutes)
 
     def without(self, avoided: frozenset[InstanceId]) -> "Lineup":
         """Return the lineup less those, unless nobody would be left."""
@@ -131,6 +139,8 @@ class Gathered(NamedTuple):
     #: of each group, the prompt's chain; not to be recorded if the prompt is salted
     chains: tuple[bytes, ...]
     prompt_tokens: int
+    #: who holds more of the request's namespace than it says, and why
+    mutes: Mapping[InstanceId, str]
 
 
 class Candidates:
@@ -159,8 +169,10 @@ class Candidates:
         if hashed is not None:
             lineup = lineup.naming(hashed)
             prompt_tokens = _prompt_tokens(hashed, lineup.groups[0].descriptor)
+        mutes = self._mutes(lineup, request) if lineup.has_mutes else {}
         if request.requires_exact:
-            doubtful = frozenset(v.instance for v in lineup.views if v.trust is not Trust.exact)
+            inexact = (v.instance for v in lineup.views if v.trust is not Trust.exact)
+            doubtful = frozenset([*inexact, *mutes])
             if len(doubtful) == len(lineup.views):
                 raise NoCandidate(request.model, "none of its workers is exact")
             lineup = lineup.without(doubtful)
@@ -170,8 +182,23 @@ class Candidates:
             chains: tuple[bytes, ...] = (hashed.hashes,)
         else:
             chains = tuple(self._chain(key, request) for key in lineup.groups)
-        candidates = self._candidates(lineup, *self._found(chains, now), now)
-        return Gathered(lineup, candidates, chains, prompt_tokens)
+        candidates = self._candidates(lineup, *self._found(chains, now), mutes, now)
+        return Gathered(lineup, candidates, chains, prompt_tokens, mutes)
+
+    def _mutes(self, lineup: Lineup, request: ScoreRequest) -> dict[InstanceId, str]:
+        """Return whose answer about the request's namespace is not all that it holds, and why.
+
+        Hashes name no namespace: then any muted one of an instance may be meant.
+        """
+        muted = [seat for seat in lineup.seats if seat.muted]
+        if request.hashed is not None:
+            return {seat.instance: _muted_for(next(iter(seat.muted.values()))) for seat in muted}
+        roots = [self._hasher(key, request.cache_salt).root for key in lineup.groups]
+        return {
+            seat.instance: _muted_for(seat.muted[roots[seat.group]])
+            for seat in muted
+            if roots[seat.group] in seat.muted
+        }
 
     def _found(self, chains: tuple[bytes, ...], now: float) -> tuple[list[Held], dict[Life, int]]:
         """Return what is held of each chain, and what is expected beyond it, in blocks."""
@@ -186,12 +213,19 @@ class Candidates:
         return held, predicted
 
     def _candidates(
-        self, lineup: Lineup, held: list[Held], predicted: dict[Life, int], now: float
+        self,
+        lineup: Lineup,
+        held: list[Held],
+        predicted: dict[Life, int],
+        mutes: Mapping[InstanceId, str],
+        now: float,
     ) -> tuple[Candidate, ...]:
         load_of = self._loads.of
         candidates = []
         for seat in lineup.seats:
-            instance, epoch, model, worker, rank, trust, group, block_tokens, kv_class = seat
+            instance, epoch, model, worker, rank, trust, group, block_tokens, kv_class, _ = seat
+            if mutes and instance in mutes and trust in _BETTER_THAN_DEGRADED:
+                trust = Trust.degraded
             load = load_of(instance, epoch, model, now)
             candidates.append(
                 Candidate(
@@ -302,6 +336,10 @@ def _group_key(info: WorkerInfo, model: str, lora: str | None) -> GroupKey | Non
     if lora not in (None, model):
         raise InvalidRequest("lora", "the model is an adapter itself")
     return GroupKey(info.model, info.descriptor, model)
+
+
+def _muted_for(reason: str) -> str:
+    return f"namespace_muted: {reason}"
 
 
 def _may_name(descriptor: NamespaceDescriptor, prompt: HashedPrompt) -> bool:

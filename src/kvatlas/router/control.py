@@ -4,7 +4,6 @@ import time
 from importlib.resources import files
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Path, Query, Response
 from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -15,8 +14,10 @@ from kvatlas.router.answers import (
     DigestAnswer,
     IndexAge,
     LoadAnswer,
+    ReplacedAnswer,
     WorkerAnswer,
     WorkersAnswer,
+    encoded,
 )
 from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
@@ -204,7 +205,14 @@ def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
         role=info.role if info else "",
         last_event_age_ms=max((time.time_ns() - view.last_event_ns) / 1e6, 0.0),
         load=None if load is None else _load(load),
+        replaced=_replaced(view),
+        muted_namespaces={root.hex(): why for root, why in sorted(view.muted.items())},
     )
+
+
+def _replaced(view: InstanceView) -> ReplacedAnswer | None:
+    was = view.replaced
+    return None if was is None else ReplacedAnswer(was.epoch, was.base_url)
 
 
 def _load(load: Load) -> LoadAnswer:
@@ -230,7 +238,7 @@ def _node(run: TreeRun) -> TreeNodeAnswer:
 
 
 def _json(answer: Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return Response(encoded(answer), media_type="application/json")
 
 
 def _json_of(answer: type[Struct], problems: list[int] | None = None) -> dict[int | str, Any]:

@@ -11,9 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 
-import msgspec
-
-from kvatlas.router.answers import ReportAnswer
+from kvatlas.router.answers import ReportAnswer, encoded
 from kvatlas.router.bodies import SALT_HEADER
 from kvatlas.router.problems import MEDIA_TYPE, Boundary, Problem, headers_of, problem, problem_of
 from kvatlas.router.requests import MAX_REPORT_BYTES, decode_report, decode_score_request
@@ -37,7 +35,6 @@ PREFILLED, DONE = "/prefilled", "/done"
 MAX_BODY_SECONDS = 30.0
 
 _SALT_HEADER = SALT_HEADER.encode()
-_encode = msgspec.json.Encoder().encode
 
 
 class ClientGone(ConnectionError):
@@ -107,7 +104,7 @@ class HotRoutes:
                 body, asked.content_type, self._settings, asked.query, salt
             )
             ask = self._router.score if template == SCORE else self._router.route
-            return _encode(ask(request))
+            return encoded(ask(request))
         report = decode_report(body, asked.content_type)
         if template.endswith(DONE):
             decision_id = _decision_id(asked.path, DONE)
@@ -115,7 +112,7 @@ class HotRoutes:
         else:
             decision_id = _decision_id(asked.path, PREFILLED)
             outcome = self._router.prefilled(decision_id, report)
-        return _encode(ReportAnswer(decision_id, outcome.applied))
+        return encoded(ReportAnswer(decision_id, outcome.applied))
 
     async def __call__(self, template: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request for a path with this template."""

@@ -191,6 +191,12 @@ class StateCollector(Collector):
             ("kv_gaps", "Gaps in an instance's sequence", stats.gaps),
             ("kv_missing_batches", "Batches that the gaps stand for", stats.missing_batches),
             ("kv_duplicate_batches", "Batches that came again", stats.duplicates),
+            (
+                "kv_late_batches",
+                "Batches of an epoch that is over",
+                stats.old_epochs + stats.ended_epochs,
+            ),
+            ("kv_takeovers", "Names taken from a process that had not gone", stats.takeovers),
             ("kv_outbox_dropped", "Times an instance lost events before the log", stats.resyncs),
             ("kv_digest_mismatch", "Digests unlike the index", stats.digest_mismatches),
             ("kv_digest_match", "Digests equal to the index", stats.digest_matches),
@@ -199,6 +205,7 @@ class StateCollector(Collector):
             ("kv_forgotten", "Instances forgotten for want of an inventory", stats.forgotten),
             ("kv_throttles", "Times an instance exceeded its budget", stats.throttles),
             ("kv_throttled_batches", "Batches without effect since", stats.throttled_batches),
+            ("kv_namespace_mutes", "Times a namespace exceeded its budget", stats.namespace_mutes),
             ("kv_audit_failures", "Tiers that broken memory had changed", stats.audit_failures),
             ("kv_index_full", "Times that the index had no room", stats.index_full),
             ("kv_stream_holes", "Holes in the stream", stats.stream_holes),
@@ -219,6 +226,14 @@ class StateCollector(Collector):
         blocks = GaugeMetricFamily(
             "kv_worker_blocks", "Blocks held, once in each tier that holds them", labels=labels
         )
+        divergent = GaugeMetricFamily(
+            "kv_worker_divergent_blocks",
+            "Blocks of a tier whose last digest was not the index's, as each side counts them",
+            labels=[*labels, "tier", "side"],
+        )
+        muted = GaugeMetricFamily(
+            "kv_namespaces_muted", "Namespaces of which it holds more than it says", labels=labels
+        )
         in_flight = GaugeMetricFamily("kv_worker_in_flight", "Requests routed", labels=labels)
         queued = GaugeMetricFamily(
             "kv_worker_queued_seconds", "Predicted prefill queued", labels=labels
@@ -232,12 +247,16 @@ class StateCollector(Collector):
             for state in Trust:
                 trust.add_metric([*where, state], float(view.trust is state))
             blocks.add_metric(where, view.num_blocks)
+            muted.add_metric(where, len(view.muted))
+            for tier, counts in view.divergent.items():
+                for side, count in zip(("worker", "index"), counts, strict=True):
+                    divergent.add_metric([*where, tier.name, side], count)
             if load := self._service.load_of(view.instance):
                 in_flight.add_metric(where, load.in_flight)
                 queued.add_metric(where, load.queued_ms / 1000)
                 work.add_metric(where, load.work_ms / 1000)
                 speed.add_metric(where, 1000 / load.compute_ms_per_token)
-        yield from (trust, blocks, in_flight, queued, work, speed)
+        yield from (trust, blocks, divergent, muted, in_flight, queued, work, speed)
 
     def _router(self) -> Iterable[Metric]:
         service = self._service

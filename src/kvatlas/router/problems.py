@@ -6,9 +6,9 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Self
 
-import msgspec
 from msgspec import Struct
 
+from kvatlas.router.answers import encoded
 from kvatlas.schemas.errors import (
     Conflict,
     InvalidInput,
@@ -52,7 +52,7 @@ class Problem(Struct, frozen=True, omit_defaults=True):
 
     def encoded(self) -> bytes:
         """Return the body of the answer."""
-        return msgspec.json.encode(self)
+        return encoded(self)
 
 
 def problem(status: int, detail: str, field: str = "") -> Problem:

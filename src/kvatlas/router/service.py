@@ -328,7 +328,9 @@ class RouterService:
                 f"would cost {more_ms:.1f} ms more"
             )
         if chosen.trust is not Trust.exact:
-            reasons.append(f"the chosen worker's index is {chosen.trust}")
+            why = gathered.mutes.get(chosen.instance)
+            because = f" ({why})" if why else ""
+            reasons.append(f"the chosen worker's index is {chosen.trust}{because}")
         if not self.feed.connected:
             reasons.append(f"no broker: the index is {age_ms:.0f} ms old")
         if salted:
@@ -385,6 +387,7 @@ def _score(gathered: Gathered, choice: Choice, position: int) -> CandidateScore:
         candidate.predicted_blocks * block_tokens,
         # expected: the terms that only steer are left out, and what they replace put in
         candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute,
+        gathered.mutes.get(candidate.instance, "") if gathered.mutes else "",
     )
 
 

@@ -13,6 +13,7 @@ from kvatlas.schemas.kv_events import (
     Inventory,
     KvEvent,
     NamespaceSeen,
+    NamespacesMuted,
     Resync,
     WorkerDown,
     WorkerUp,
@@ -32,9 +33,17 @@ class Fold:
         self.events: list[KvEvent] = []
         self.num_digests = 0
         self.down = ""
+        #: roots of which it holds more than it says
+        self.muted: set[bytes] = set()
+        self.doubt = ""
         self._inventoried: set[Tier] = set()
         self._parts: list[Inventory] = []
         self._roots: set[bytes] = set()
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether it says that it holds more than it says."""
+        return bool(self.muted) or "over its budget" in self.doubt
 
     def take_payload(self, payload: bytes) -> None:
         decoded = decode(payload)
@@ -84,7 +93,11 @@ class Fold:
                 self._roots.add(event.root)
             case WorkerDown():
                 self.down = event.reason
-            case WorkerUp() | Doubted():
+            case NamespacesMuted():
+                self.muted = set(split_hashes(event.roots))
+            case Doubted():
+                self.doubt = event.reason
+            case WorkerUp():
                 pass
 
     def _take_part(self, part: Inventory) -> None:
@@ -95,7 +108,9 @@ class Fold:
         if part.part == part.parts:
             hashes = [h for p in self._parts for h in split_hashes(p.hashes)]
             assert len(set(hashes)) == len(hashes)
-            assert self.is_whole <= (set(hashes) == self.held[part.tier])
+            if self.is_whole and not self.holds_more:
+                assert set(hashes) == self.held[part.tier]
+            assert not self.is_whole or set(hashes) >= self.held[part.tier]
             self.held[part.tier] = set(hashes)
             self._inventoried.add(part.tier)
             self._parts = []

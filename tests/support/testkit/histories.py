@@ -143,20 +143,20 @@ def _a_batch(who: InstanceId, epoch: int, seq: int, events: tuple[KvEvent, ...])
 def validate(state: IndexState) -> None:
     """Check what always holds between the parts of a fold."""
     numbers = {}
-    for name, instance in state._instances.items():
+    for name, instance in state.fleet.instances.items():
         assert instance.id == name
-        assert instance.is_gone == (name in state._gone)
+        assert instance.is_gone == (name in state.fleet.gone)
         assert instance.is_gone or (instance.trust is Trust.exact) == (not instance.damages)
         assert not (instance.wants_inventory and instance.trust is not Trust.degraded)
         assert not instance.is_gone or (instance.number is None and instance.info is None)
         if instance.number is not None:
             numbers[instance.number] = instance
-        position = state._order.position(name)
+        position = state.fleet.order.position(name)
         assert position.epoch == instance.epoch
         assert instance.is_gone or position.seq == instance.seq
         if instance.throttled_ns and not instance.is_gone:
             assert Damage.throttled in instance.damages
             assert not instance.wants_inventory
-        is_excluded = name in state._residency._named.excluded
+        is_excluded = name in state.fleet.residency._named.excluded
         assert is_excluded == (Damage.quarantined in instance.damages)
-    assert numbers == state._residency._named.by_number
+    assert numbers == state.fleet.residency._named.by_number

@@ -9,7 +9,8 @@
 
 Events: up · down REASON · stored, removed, digest BLOCK... [tier=T] · cleared [tier=T] · resync ·
 digests BLOCK... (of all tiers, blocks in the first) ·
-inventory BLOCK... as_of=N [part=1/2] [tier=T] · unknown (a tag of the future) · broken TAG.
+inventory BLOCK... as_of=N [part=1/2] [tier=T] · muted [REASON] (the namespace; none without) ·
+unknown (a tag of the future) · broken TAG.
 The answer to what happens is the effects, or `ok`; w1 is rank 0 of w1, w1/3 its rank 3.
 """
 
@@ -30,6 +31,7 @@ from kvatlas.indexer.stimuli import (
     ReportDivergence,
     ReportGap,
     ReportRejected,
+    ReportTakeover,
     ReportTrust,
     RequestInventory,
     Stimulus,
@@ -43,6 +45,7 @@ from kvatlas.schemas.kv_events import (
     BlockStored,
     Doubted,
     KvEvent,
+    NamespacesMuted,
     RejectedEvent,
     Resync,
     WorkerDown,
@@ -101,7 +104,8 @@ class IndexScenario:
                 assert view is not None
                 reasons = f" ({', '.join(view.trust_reasons)})" if view.trust_reasons else ""
                 candidate = "" if self._serves(_instance(name)) else ", no candidate"
-                return f"{view.trust}{reasons}{candidate}"
+                muted = "".join(f"; namespace muted: {why}" for why in view.muted.values())
+                return f"{view.trust}{reasons}{candidate}{muted}"
             case "holds", [name]:
                 view = self._state.instance(_instance(name))
                 assert view is not None
@@ -171,6 +175,8 @@ def _event(words: list[str]) -> KvEvent:
             return Resync(0, 0)
         case "doubted":
             return Doubted(" ".join(rest))
+        case "muted":
+            return NamespacesMuted(ROOT, " ".join(rest)) if rest else NamespacesMuted(b"")
         case "inventory":
             part, parts = map(int, named.get("part", "1/1").split("/"))
             return inventory(*blocks, as_of=int(named["as_of"]), tier=tier, part=part, parts=parts)
@@ -188,6 +194,8 @@ def _say(effect: Effect) -> str:
             return f"rejected of {worker}: {kind} ({reason})"
         case ReportGap(instance, epoch, expected, found):
             return f"gap of {_name(instance)} epoch={epoch}: expected {expected}, found {found}"
+        case ReportTakeover(instance, epoch, replaced):
+            return f"{_name(instance)} epoch={epoch} takes the name of epoch={replaced.epoch}"
         case ReportDivergence(instance, tier, told, found):
             return f"{_name(instance)} says {told.count} blocks in {tier.name}, we {found.count}"
         case ReportTrust(instance, epoch, trust):

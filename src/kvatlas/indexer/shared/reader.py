@@ -74,6 +74,8 @@ class AttachedState:
         self._pause = fence_kernel.FIRST_PAUSE + os.getpid() % 16
         #: answers that had to be asked for again
         self.num_retries = 0
+        #: the writer stood still in the middle of a change when it was asked last
+        self._is_stuck = False
         #: the header whose files could not be read
         self._complained_of = 0
         self._find_writer()
@@ -92,11 +94,14 @@ class AttachedState:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody writes any more: dead, ended, or never there."""
+        """Whether nobody writes any more: dead, ended, stuck in a change, or never there."""
         if self._is_silent():
             self._find_writer()
             return self._is_silent()
-        return False
+        return self._is_stuck and self._is_within_a_change()
+
+    def _is_within_a_change(self) -> bool:
+        return bool(self._header[fence_kernel.VERSION] & np.uint64(1))
 
     def _is_silent(self) -> bool:
         silent_ns = time.monotonic_ns() - int(self._header[h.PULSE_NS])
@@ -153,21 +158,24 @@ class AttachedState:
     def _consistently(self, ask: Callable[[], T], nothing: T) -> T:
         """Return what `ask` says of one state of the index; `nothing` where there is no state.
 
-        Who the workers are is believed from before then; what they hold is not.
+        Who the workers are is believed from before then; what they hold is not, which `is_lost`
+        tells from then on.
         """
-        if self.is_lost and self._header[fence_kernel.VERSION] & np.uint64(1):
+        if self.is_lost and self._is_within_a_change():
             return nothing
         attempts, give_up_at = 0, 0.0
         try:
             while True:
                 answered, answer = self._try(ask, nothing)
                 if answered:
+                    self._is_stuck = False
                     return answer
                 attempts += 1
                 self.num_retries += 1
                 if attempts == 1:
                     give_up_at = time.monotonic() + MAX_WINDOW_SECONDS
                 elif time.monotonic() > give_up_at:
+                    self._is_stuck = True
                     return nothing
                 if attempts >= PATIENT_ATTEMPTS:
                     self._header[self._pause] = time.monotonic_ns() + PAUSE_NS

@@ -45,6 +45,11 @@ TARGETS: dict[str, dict[str, Target]] = {
         "seconds_2m": Target(2, at_least=False),
         "seconds_10m": Target(8, at_least=False),
     },
+    "repair_storm": {
+        "p99_storm_over_events_json": Target(2, at_least=False),
+        "p99_storm_over_events_packed": Target(2, at_least=False),
+        "longest_turn_ms_storm": Target(10, at_least=False),
+    },
     "scale": {
         "exponent_match_workers": Target(0.3, at_least=False),
         "exponent_apply_workers": Target(0.3, at_least=False),

@@ -1,0 +1,216 @@
+"""What a batch does: its order first, then one event after the other.
+
+judged by epoch, then by sequence --> alike events at once --> residency, trust of the instance
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import cast
+
+from kvatlas.events.codec import DecodedBatch
+from kvatlas.events.ordering import Verdict
+from kvatlas.indexer.fleet import Fleet
+from kvatlas.indexer.instances import Damage, Instance
+from kvatlas.indexer.stimuli import (
+    Effect,
+    ReportDivergence,
+    ReportGap,
+    ReportTakeover,
+    RequestInventory,
+)
+from kvatlas.schemas.digest import TierDigest, split_hashes
+from kvatlas.schemas.errors import IndexFull
+from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.ids import NUM_TIERS, Tier
+from kvatlas.schemas.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Digest,
+    Doubted,
+    EventBatch,
+    Inventory,
+    KvEvent,
+    NamespaceSeen,
+    NamespacesMuted,
+    RejectedEvent,
+    Resync,
+    WorkerDown,
+    WorkerUp,
+)
+
+_NEXT, _GONE = Verdict.next, Trust.gone
+#: kinds of events whose loss can leave the index wrong
+_STATEFUL = frozenset(
+    ["stored", "removed", "cleared", "inventory", "resync", "doubted", "muted", "malformed"]
+)
+
+
+class BatchFold:
+    """Takes the batches of all instances in."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        # every batch asks for these
+        self._residency, self._order = fleet.residency, fleet.order
+        self._instances, self._counters = fleet.instances, fleet.counters
+
+    def take(self, decoded: DecodedBatch, broker_ns: int, effects: list[Effect]) -> None:
+        """Let a batch of the log have its effect, if it is in order; `effects` get what follows."""
+        batch, rejected = decoded
+        # a plain tuple finds the same entry, and every batch passes here
+        known = self._instances.get((batch.worker, batch.rank))  # type: ignore[call-overload]
+        instance: Instance = known or self._fleet.of(batch.instance)
+        trust = instance.trust if instance.epoch else None
+        verdict = self._order.judge(instance.id, batch.epoch, batch.seq)
+        if verdict is not _NEXT and not self._settle_order(instance, batch, verdict, effects):
+            return
+        if instance.damages and Damage.stream_hole in instance.damages:
+            instance.clear_doubt(Damage.stream_hole)
+        instance.seq = batch.seq
+        instance.last_event_ns = broker_ns
+        self._counters.batches += 1
+        said = batch.events
+        if instance.throttled_ns:
+            self._counters.throttled_batches += 1
+            said = tuple(event for event in said if isinstance(event, WorkerUp | WorkerDown))
+        for events in alike(said):
+            self._take_events(instance, events, effects)
+            if instance.trust is _GONE:
+                break
+        for skipped in rejected:
+            self._take_rejected(instance, skipped, effects)
+        if instance.damages:
+            instance.heal()
+        if instance.trust is not trust:
+            self._fleet.report_trust(instance, effects)
+
+    def _settle_order(
+        self, instance: Instance, batch: EventBatch, verdict: Verdict, effects: list[Effect]
+    ) -> bool:
+        """Deal with a batch that is not simply the next one; return whether it counts."""
+        match verdict:
+            case Verdict.duplicate:
+                self._counters.duplicates += 1
+                return False
+            case Verdict.old_epoch:
+                self._counters.old_epochs += 1
+                return False
+            case Verdict.ended_epoch:
+                self._counters.ended_epochs += 1
+                return False
+            case Verdict.new_epoch:
+                self._fleet.begin(instance, batch.epoch)
+                if instance.replaced:
+                    effects.append(ReportTakeover(instance.id, batch.epoch, instance.replaced))
+        if batch.seq != instance.seq + 1:
+            self._take_gap(instance, batch.seq, effects)
+        return True
+
+    def _take_events(
+        self, instance: Instance, events: Sequence[KvEvent], effects: list[Effect]
+    ) -> None:
+        """Take in events that are alike: one, or several about blocks of one tier."""
+        self._counters.events += len(events)
+        try:
+            match events[0]:
+                case BlockStored():
+                    self._residency.store(instance, *cast("Sequence[BlockStored]", events))
+                case BlockRemoved():
+                    self._residency.remove(instance, *cast("Sequence[BlockRemoved]", events))
+                case Digest() as event:
+                    self._take_digest(instance, event, effects)
+                case Inventory() as event:
+                    number = instance.number
+                    self._residency.take_inventory(instance, event)
+                    self._fleet.version += instance.number != number
+                case AllBlocksCleared() as event:
+                    self._residency.clear(instance, event)
+                case WorkerUp(info):
+                    self._residency.introduce(instance, info)
+                    self._fleet.version += 1
+                case WorkerDown(reason):
+                    self._fleet.end(instance, instance.epoch, f"down: {reason}")
+                case Resync():
+                    self._counters.resyncs += 1
+                    self._fleet.damage(instance, Damage.resync, "", effects)
+                case Doubted(reason):
+                    self._take_doubt(instance, reason)
+                case NamespacesMuted(roots, reason):
+                    self._take_mutes(instance, roots, reason)
+                case NamespaceSeen():
+                    pass
+        except IndexFull as error:
+            self._fleet.note_index_full(instance, error)
+
+    def _take_gap(self, instance: Instance, found: int, effects: list[Effect]) -> None:
+        expected = instance.seq + 1
+        self._counters.gaps += 1
+        self._counters.missing_batches += found - expected
+        effects.append(ReportGap(instance.id, instance.epoch, expected, found))
+        damage = Damage.gap if instance.seq else Damage.unknown_history
+        self._fleet.damage(instance, damage, f"expected {expected}, got {found}", effects)
+        instance.changed_at = [found - 1] * NUM_TIERS
+
+    def _take_digest(self, instance: Instance, told: Digest, effects: list[Effect]) -> None:
+        self._residency.interrupt(instance, told.tier)
+        found = self._residency.digest(instance, told.tier)
+        if found == (told.count, told.xor):
+            self._counters.digest_matches += 1
+            instance.unsettled.discard(told.tier)
+            instance.divergent.pop(told.tier, None)
+            return
+        self._counters.digest_mismatches += 1
+        instance.divergent[told.tier] = told.count, found.count
+        detail = f"{told.tier.name} holds {told.count} blocks, the index {found.count}"
+        is_news = instance.doubt_tier(told.tier, Damage.digest_mismatch, detail)
+        if is_news or not instance.wants_inventory:
+            instance.wants_inventory = True
+            claim = TierDigest(told.count, told.xor)
+            effects.append(ReportDivergence(instance.id, told.tier, claim, found))
+            effects.append(RequestInventory(instance.id, instance.epoch))
+
+    def _take_rejected(
+        self, instance: Instance, skipped: RejectedEvent, effects: list[Effect]
+    ) -> None:
+        self._fleet.reject(instance.id.worker, skipped.kind, skipped.reason, effects)
+        if skipped.kind not in _STATEFUL or instance.is_gone:
+            return
+        if instance.wants_inventory:
+            self._fleet.doubt(instance, Damage.rejected_event, skipped.kind)
+        else:
+            self._fleet.damage(instance, Damage.rejected_event, skipped.kind, effects)
+
+    def _take_doubt(self, instance: Instance, reason: str) -> None:
+        if reason:
+            instance.damages[Damage.doubted] = reason
+            instance.trust = Trust.degraded
+        else:
+            instance.clear_doubt(Damage.doubted)
+
+    def _take_mutes(self, instance: Instance, roots: bytes, reason: str) -> None:
+        """Note of which namespaces it holds more than it says; said again, that is no news."""
+        muted = dict.fromkeys(split_hashes(roots), reason)
+        if muted != instance.muted:
+            self._counters.namespace_mutes += len(muted.keys() - instance.muted.keys())
+            instance.muted = muted
+            self._fleet.version += 1
+
+
+def alike(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
+    """Split events into runs that the index can take at once: same kind, same tier."""
+    if len(events) == 1:
+        yield events
+        return
+    for about, run in groupby(events, key=_what_it_is_about):
+        if about is None:
+            for event in run:
+                yield (event,)
+        else:
+            yield tuple(run)
+
+
+def _what_it_is_about(event: KvEvent) -> tuple[type[KvEvent], Tier] | None:
+    if isinstance(event, BlockStored | BlockRemoved):
+        return type(event), event.tier
+    return None

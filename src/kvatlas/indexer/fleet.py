@@ -1,0 +1,224 @@
+"""All instances as the fold knows them: how their epochs begin and end, how they get into doubt."""
+
+from msgspec import Struct
+
+from kvatlas.events.ordering import SequenceTracker, Tracked
+from kvatlas.indexer.instances import Damage, Instance
+from kvatlas.indexer.residency import Residency, ResidencyTables
+from kvatlas.indexer.stimuli import Effect, ReportRejected, ReportTrust, RequestInventory
+from kvatlas.schemas.errors import IndexFull
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+
+#: (worker, kind) pairs of rejected events that are told apart; the rest counts together
+MAX_REJECTED_KINDS = 1024
+
+
+class Counters(Struct):
+    """See IndexStats."""
+
+    batches: int = 0
+    events: int = 0
+    gaps: int = 0
+    missing_batches: int = 0
+    duplicates: int = 0
+    old_epochs: int = 0
+    takeovers: int = 0
+    ended_epochs: int = 0
+    resyncs: int = 0
+    digest_matches: int = 0
+    digest_mismatches: int = 0
+    controls: int = 0
+    ignored_controls: int = 0
+    ignored_expiries: int = 0
+    stream_holes: int = 0
+    forgotten: int = 0
+    throttles: int = 0
+    throttled_batches: int = 0
+    namespace_mutes: int = 0
+    audit_failures: int = 0
+    index_full: int = 0
+
+
+class FleetTables(Struct):
+    """All that a fold knows beside the index."""
+
+    stream_sequence: int
+    instances: list[Instance]
+    gone: list[InstanceId]
+    order: list[Tracked]
+    residency: ResidencyTables
+    counters: Counters
+    rejected: list[tuple[str, str, int]]
+
+
+class Fleet:
+    """The instances, their order, what they hold, and what was counted.
+
+    `max_gone` instances that are gone are remembered; the longest gone one is forgotten for the
+    next. `version` moves with everything that `instances` would show but blocks and times.
+    """
+
+    def __init__(self, residency: Residency, max_gone: int) -> None:
+        self.residency = residency
+        self._max_gone = max_gone
+        self.order = SequenceTracker()
+        self.instances: dict[InstanceId, Instance] = {}
+        #: the gone ones, the longest gone first
+        self.gone: dict[InstanceId, None] = {}
+        self.counters = Counters()
+        self.rejected: dict[tuple[str, str], int] = {}
+        self.version = 0
+
+    def of(self, name: InstanceId) -> Instance:
+        """Return the instance, made now if it is new."""
+        instance = self.instances.get(name)
+        if instance is None:
+            instance = self.instances[name] = Instance(name)
+        return instance
+
+    def begin(self, instance: Instance, epoch: int) -> None:
+        """Forget all of the instance's earlier epoch and give it an empty place."""
+        self.residency.release(instance)
+        self.gone.pop(instance.id, None)
+        instance.begin(epoch)
+        self.counters.takeovers += instance.replaced is not None
+        self.version += 1
+        try:
+            self.residency.admit(instance)
+        except IndexFull as error:
+            self.note_index_full(instance, error)
+
+    def end(self, instance: Instance, epoch: int, reason: str) -> None:
+        """Let the instance be gone, and nothing up to this epoch count any more."""
+        self.residency.release(instance)
+        if epoch > instance.epoch:
+            instance.begin(epoch)
+        instance.end(reason)
+        self.order.end(instance.id, epoch)
+        self.version += 1
+        self.gone.pop(instance.id, None)
+        self.gone[instance.id] = None
+        while len(self.gone) > self._max_gone:
+            oldest = next(iter(self.gone))
+            del self.gone[oldest], self.instances[oldest]
+            self.order.forget(oldest)
+
+    def empty(self, instance: Instance) -> None:
+        """Give the instance a new, empty place for the rest of its epoch."""
+        for tier in list(instance.open_inventories):
+            self.residency.interrupt(instance, tier)
+        instance.inventoried.clear()
+        instance.unsettled = set(Tier)
+        instance.changed_at = [instance.seq] * NUM_TIERS
+        self.residency.release(instance)
+        try:
+            self.residency.admit(instance)
+        except IndexFull as error:
+            self.note_index_full(instance, error)
+        if instance.info is not None:
+            self.residency.introduce(instance, instance.info)
+        if Damage.quarantined in instance.damages:
+            self.residency.exclude(instance)
+        self.version += 1
+
+    def damage(
+        self, instance: Instance, damage: Damage, detail: str, effects: list[Effect]
+    ) -> None:
+        """Doubt all of an instance because of a new loss, and ask for its inventory."""
+        self.doubt(instance, damage, detail)
+        if not instance.throttled_ns:  # an inventory would have no effect
+            instance.wants_inventory = True
+            effects.append(RequestInventory(instance.id, instance.epoch))
+
+    def doubt(self, instance: Instance, damage: Damage, detail: str) -> None:
+        """Take all of an instance as unknown, and drop inventories that were not complete."""
+        for tier in list(instance.open_inventories):
+            self.residency.interrupt(instance, tier)
+        instance.doubt(damage, detail)
+
+    def note_index_full(self, instance: Instance, error: IndexFull) -> None:
+        """Doubt an instance that the index has no room for."""
+        self.counters.index_full += 1
+        self.doubt(instance, Damage.index_full, str(error))
+
+    def reject(self, worker: str, kind: str, reason: str, effects: list[Effect]) -> None:
+        """Count something that was skipped."""
+        key = (worker, kind)
+        if key not in self.rejected and len(self.rejected) >= MAX_REJECTED_KINDS:
+            key = ("(others)", "(any)")
+        self.rejected[key] = self.rejected.get(key, 0) + 1
+        effects.append(ReportRejected(worker, kind, reason))
+
+    def report_trust(self, instance: Instance, effects: list[Effect]) -> None:
+        """Tell how far an instance may be believed from here on."""
+        self.version += 1
+        effects.append(
+            ReportTrust(instance.id, instance.epoch, instance.trust, instance.trust_reasons)
+        )
+
+    # --- what a live service asks; see service.py ----------------------------------------------
+
+    def wants_inventory(self, instance: InstanceId) -> bool:
+        """Say whether the instance still waits for an inventory."""
+        known = self.instances.get(instance)
+        return known is not None and known.wants_inventory
+
+    def wanted_inventories(self) -> list[RequestInventory]:
+        """Return what a reader that has just caught up has to ask for."""
+        return [
+            RequestInventory(each.id, each.epoch)
+            for each in self.instances.values()
+            if each.wants_inventory
+        ]
+
+    def throttled(self) -> list[tuple[InstanceId, int, int, int]]:
+        """Return (instance, epoch, since when by the broker's clock, how often in this epoch)."""
+        return [
+            (each.id, each.epoch, each.throttled_ns, each.num_records.get("throttled", 0))
+            for each in self.instances.values()
+            if each.throttled_ns and not each.is_gone
+        ]
+
+    def alive(self) -> list[tuple[InstanceId, int]]:
+        """Return instances and epochs that may lose their lease: not gone, nor about to be."""
+        return [
+            (each.id, each.epoch)
+            for each in self.instances.values()
+            if not each.is_gone and not each.is_expiring
+        ]
+
+    def silent_since(self, broker_ns: int) -> frozenset[InstanceId]:
+        """Return who holds something and whose newest message is older than a broker's time.
+
+        Whoever holds nothing has no digest to tell, so its silence says nothing.
+        """
+        return frozenset(
+            each.id
+            for each in self.instances.values()
+            if each.last_event_ns < broker_ns and self.residency.digests(each)
+        )
+
+    # --- snapshots ----------------------------------------------------------------------------
+
+    def tables(self, stream_sequence: int, residency: ResidencyTables) -> FleetTables:
+        """Return everything, to be encoded before anything changes."""
+        return FleetTables(
+            stream_sequence=stream_sequence,
+            instances=list(self.instances.values()),
+            gone=list(self.gone),
+            order=self.order.export(),
+            residency=residency,
+            counters=self.counters,
+            rejected=[(*key, count) for key, count in self.rejected.items()],
+        )
+
+    def restore(self, tables: FleetTables) -> None:
+        """Know what `tables` tells and nothing else; residency is restored by the caller."""
+        self.version += 1
+        self.order.restore(tables.order)
+        self.instances.clear()
+        self.instances.update((each.id, each) for each in tables.instances)
+        self.gone = dict.fromkeys(tables.gone)
+        for name in tables.counters.__struct_fields__:
+            setattr(self.counters, name, getattr(tables.counters, name))
+        self.rejected = {(worker, kind): count for worker, kind, count in tables.rejected}

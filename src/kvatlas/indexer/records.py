@@ -1,0 +1,134 @@
+"""What others say about an instance: records in the log, and what a replica would have recorded.
+
+    noticed here --take_expiry, take_proposal--> PublishControl --log--> take, on every replica
+
+Nothing that a replica notices has an effect before it has come back through the log.
+"""
+
+from kvatlas.indexer.fleet import Fleet
+from kvatlas.indexer.instances import Damage, Instance
+from kvatlas.indexer.stimuli import Effect, LeaseExpired, Proposed, PublishControl
+from kvatlas.schemas.ids import NUM_TIERS
+from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord
+
+#: records about one epoch that are told apart; more are ignored
+MAX_CONTROLS = 64
+#: records that may come again in an epoch, numbered in their reason
+PROPOSED_KINDS = ("forgotten", "throttled", "released")
+
+
+class Records:
+    """Takes records in, and proposes those that are due."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def take(self, record: ControlRecord, broker_ns: int, effects: list[Effect]) -> None:
+        """Let a record of the log have its effect, once."""
+        known = self._fleet.instances.get(record.instance)
+        # who proposes an end has seen the epoch in the log: a record about one to come is nobody's
+        # honest word, and could end a living worker for good
+        if record.epoch < 1 or (
+            known and (record.epoch != known.epoch or _says_nothing_new(record, known))
+        ):
+            self._fleet.counters.ignored_controls += 1
+            return
+        self._fleet.counters.controls += 1
+        instance = known or self._fleet.of(record.instance)
+        trust = instance.trust if instance.epoch else None
+        if record.kind != "expired" and record.epoch > instance.epoch:
+            self._fleet.order.begin(instance.id, record.epoch)
+            self._fleet.begin(instance, record.epoch)
+            # who is known by what others say of it has said something that this reader has not seen
+            self._fleet.damage(instance, Damage.unknown_history, "known by a record only", effects)
+        match record.kind:
+            case "expired":
+                self._fleet.end(instance, record.epoch, f"expired: {record.reason}")
+            case "quarantined":
+                self._fleet.doubt(instance, Damage.quarantined, record.reason)
+                self._fleet.residency.exclude(instance)
+                self._fleet.version += 1  # a degraded one keeps its trust, but matches no more
+            case "forgotten":
+                self._forget(instance)
+            case "throttled":
+                self._throttle(instance, broker_ns)
+            case "released":
+                self._release(instance, effects)
+        if record.kind in PROPOSED_KINDS:
+            instance.num_records[record.kind] = instance.num_records.get(record.kind, 0) + 1
+        else:
+            instance.controls.add((record.kind, record.reason))
+        if instance.trust is not trust:
+            self._fleet.report_trust(instance, effects)
+
+    def _forget(self, instance: Instance) -> None:
+        """Drop what it was believed to hold; what it says from now on counts, in doubt as ever."""
+        self._fleet.counters.forgotten += 1
+        self._fleet.empty(instance)
+
+    def _throttle(self, instance: Instance, broker_ns: int) -> None:
+        """Let nothing that it says have an effect, and drop what will be out of date."""
+        self._fleet.counters.throttles += 1
+        instance.throttled_ns = max(broker_ns, 1)
+        instance.wants_inventory = False
+        self._fleet.doubt(instance, Damage.throttled, "more than its budget")
+        self._fleet.empty(instance)
+
+    def _release(self, instance: Instance, effects: list[Effect]) -> None:
+        instance.throttled_ns = 0
+        instance.changed_at = [instance.seq] * NUM_TIERS
+        self._fleet.damage(instance, Damage.throttled, "", effects)
+
+    def take_expiry(self, expiry: LeaseExpired, effects: list[Effect]) -> None:
+        """Propose the end of an epoch; it ends when the record comes back through the log."""
+        instance = self._fleet.instances.get(expiry.instance)
+        if (
+            instance is None
+            or instance.epoch != expiry.epoch
+            or instance.is_gone
+            or instance.is_expiring
+        ):
+            self._fleet.counters.ignored_expiries += 1
+            return
+        instance.is_expiring = True
+        record = _record(instance, "expired", "lease", expiry.seen_by, expiry.now_ns)
+        effects.append(PublishControl(record))
+
+    def take_proposal(self, proposal: Proposed, effects: list[Effect]) -> None:
+        """Propose a record, once for each time that it may be due."""
+        instance = self._fleet.instances.get(proposal.instance)
+        if instance is None or instance.epoch != proposal.epoch:
+            return
+        number = instance.num_records.get(proposal.kind, 0) + 1
+        if not _is_due(proposal.kind, instance) or instance.proposed.get(proposal.kind) == number:
+            return
+        instance.proposed[proposal.kind] = number
+        record = _record(instance, proposal.kind, str(number), proposal.seen_by, proposal.now_ns)
+        effects.append(PublishControl(record))
+
+
+def _record(instance: Instance, kind: str, reason: str, by: str, now_ns: int) -> ControlRecord:
+    worker, rank = instance.id
+    return ControlRecord(WIRE_VERSION, worker, rank, instance.epoch, kind, reason, by, now_ns)
+
+
+def _says_nothing_new(record: ControlRecord, instance: Instance) -> bool:
+    if record.kind in PROPOSED_KINDS:
+        # the number tells a second replica's record from the next time
+        is_next = record.reason == str(instance.num_records.get(record.kind, 0) + 1)
+        return not is_next or not _is_due(record.kind, instance)
+    if instance.is_gone or (record.kind, record.reason) in instance.controls:
+        return True
+    return record.kind != "expired" and len(instance.controls) >= MAX_CONTROLS
+
+
+def _is_due(kind: str, instance: Instance) -> bool:
+    if instance.is_gone:
+        return False
+    match kind:
+        case "forgotten":
+            return instance.wants_inventory
+        case "throttled":
+            return not instance.throttled_ns
+        case _:
+            return bool(instance.throttled_ns)
