@@ -102,7 +102,7 @@ async def _declare(bus: Bus, stream: StreamSpec) -> None:
             await bus.declare_stream(stream)
             return
         except BusUnavailable as error:
-            _logger.warning("stream %s: %s; trying on", stream.name, error)
+            _logger.warning("stream %s: %s; retrying", stream.name, error)
             await asyncio.sleep(RETRY_SECONDS)
 
 

@@ -204,8 +204,11 @@ def indexer(
 
 @app.command()
 def warm() -> None:
-    """Compile the kernels of the index into the on-disk cache, such as when an image is built."""
+    """Compile all kernels into the on-disk cache, such as when an image is built."""
     from kvatlas.indexer.warming import warm_kernels
+
+    # a kernel is declared when its module is imported
+    from kvatlas.router import price_kernel as price_kernel
 
     seconds, num_compiled, folder = warm_kernels()
     print(f"kernels  ready in {seconds:.1f} s, {num_compiled} of them compiled")
@@ -226,7 +229,8 @@ def archive_(
 
     settings = _with_broker(_settings(config, nats, creds, set_, archive=archive))
     if not settings.archive.url:
-        raise InvalidSetting("archive.url", "flag --archive", "a database URL is needed")
+        missing = "no archive: give --archive a database URL, such as sqlite:///kvatlas.db"
+        raise InvalidSetting("archive.url", "", missing)
     _run(serve_archive(settings, json))
 
 
@@ -432,7 +436,8 @@ def _settings(
 
 def _with_broker(settings: Settings) -> Settings:
     if not settings.nats.url:
-        raise InvalidSetting("nats.url", "flag --nats", "this role needs the URL of a broker")
+        missing = "no broker: give --nats nats://HOST:4222 or KVATLAS_NATS__URL"
+        raise InvalidSetting("nats.url", "", missing)
     return settings
 
 

@@ -63,7 +63,7 @@ def dead_letters(
 ) -> None:
     """List the messages of the log that could not be read, with the reason; or take one out."""
     if (payload is None) != (out is None):
-        raise InvalidSetting("payload", "dead-letters", "--payload and --out belong together")
+        raise InvalidSetting("payload", "", "--payload and --out belong together")
     settings = _with_broker(_settings(config, nats, creds, set_))
     if payload is not None and out is not None:
         letter, content = _run(_found(settings, payload))

@@ -102,7 +102,7 @@ def record(
     """Write what an engine says into a file for `decode`, or a worker's own batches (--nats)."""
     redactor = Redactor() if redact else None
     if bool(endpoint) == bool(nats):
-        raise InvalidSetting("endpoint", "record", "either --endpoint or --nats is needed")
+        raise InvalidSetting("endpoint", "", "either --endpoint or --nats is needed")
     with CaptureFile(file) as out:
         if nats:
             _run(_record_stream(out, nats, creds, worker, redactor, seconds, batches))

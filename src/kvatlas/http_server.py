@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, cast
@@ -97,6 +98,9 @@ def bound_socket(
         try:
             bound.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                taken = f"port {port} of {host} is in use: give --port"
+                raise InvalidSetting("port", "", taken) from error
             raise InvalidSetting("port", f"{host}:{port}", str(error)) from error
         yield bound
     finally:

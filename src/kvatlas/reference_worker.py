@@ -2,12 +2,14 @@
 
 POST /v1/completions   serve a prompt, with the router's plan in `kv_transfer_params`
 POST /v1/reset         forget the cache
+GET  /v1/models        the one that it serves
 GET  /v1/kv/digest     what the engine itself says that it holds, for comparison with the index
 GET  /health
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +28,7 @@ from kvatlas.schemas.kv_events import WIRE_VERSION
 from kvatlas.schemas.routing import Plan
 from kvatlas.worker_hooks.channel import SidecarChannel
 from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.launch import SidecarProcess, start_sidecar
+from kvatlas.worker_hooks.launch import FENCED_STATUS, SidecarProcess, start_sidecar
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.process import process_ended, signals_call
 from kvatlas.worker_hooks.reference.clock import ScaledClock
@@ -78,19 +80,26 @@ class WorkerOptions(Struct, frozen=True):
 
 
 async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGINT or the end of the sidecar; `announce` is told the URL."""
+    """Serve until SIGTERM or SIGINT; `announce` is told the URL.
+
+    Raises SidecarEnded when the sidecar ends by itself, such as for a newer process of this name.
+    """
     stopped = asyncio.Event()
     with _folder(options) as folder:
         async with (
             signals_call(lambda _: stopped.set()),
             http_server(options.host, options.port) as server,
-            _engine(options, server.url, folder, stopped) as (engine, channel),
+            _engine(options, server.url, folder, stopped) as (engine, channel, sidecar),
             server.serving(create_worker_app(engine, channel, options.model)),
         ):
             announce(server.url)
             watch = asyncio.create_task(_stop_with_parent(options.parent_pid, stopped))
             await stopped.wait()
             watch.cancel()
+            if (status := sidecar.exit_status) == FENCED_STATUS:
+                raise SidecarEnded(f"another process runs under the name of {options.name}")
+            if status:
+                raise SidecarEnded(f"the sidecar ended with status {status}")
 
 
 @contextlib.contextmanager
@@ -107,7 +116,7 @@ def _folder(options: WorkerOptions) -> Generator[Path, None, None]:
 @contextlib.asynccontextmanager
 async def _engine(
     options: WorkerOptions, base_url: str, folder: Path, stopped: asyncio.Event
-) -> AsyncGenerator[tuple[ReferenceEngine, SidecarChannel], None]:
+) -> AsyncGenerator[tuple[ReferenceEngine, SidecarChannel, SidecarProcess], None]:
     hook = WorkerHook(RingWriter.create(folder / "ring", lists=True))
     sidecar_options = _sidecar_options(options, base_url, folder)
     sidecar = start_sidecar(sidecar_options)
@@ -119,7 +128,7 @@ async def _engine(
                 clock = ScaledClock(options.speed)
                 engine = ReferenceEngine(_engine_options(options), hook, clock, pool, channel)
                 async with engine:
-                    yield engine, channel
+                    yield engine, channel, sidecar
     finally:
         watch.cancel()
         await asyncio.to_thread(sidecar.stop)
@@ -223,6 +232,7 @@ _msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest)
 def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: str) -> FastAPI:
     """Return the HTTP application of one reference worker."""
     app = FastAPI(title="kvatlas reference worker", docs_url=None, redoc_url=None)
+    started = int(time.time())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -239,6 +249,11 @@ def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: s
     @app.post("/v1/reset")
     async def reset() -> Response:
         return _json({"reset": engine.reset()})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        card = {"id": model, "object": "model", "created": started, "owned_by": "kvatlas"}
+        return _json({"object": "list", "data": [card]})
 
     @app.get("/v1/kv/digest")
     async def digest() -> Response:

@@ -41,11 +41,13 @@ async def worker_fleet(
 ) -> AsyncGenerator[list[Process], None]:
     """Run the workers while the block runs; yields when the index knows all of them.
 
-    A worker that ends later is not started again: its blocks leave the index, as in a real fleet.
+    A worker that ends later is not started again: its blocks leave the index, as in a real fleet,
+    and the log says so.
     """
     before = {view.instance: view.epoch for view in index.index.instances()}
     with runtime_folder() as folder:
         workers: list[Process] = []
+        watches: list[asyncio.Task[None]] = []
         try:
             for number in range(engines.workers):
                 arguments = _arguments(engines, settings, nats_url, f"w{number}", str(folder))
@@ -53,8 +55,14 @@ async def worker_fleet(
                     await asyncio.create_subprocess_exec(*arguments, stdin=DEVNULL, stdout=DEVNULL)
                 )
             await _until_known(workers, index, before)
+            watches = [
+                asyncio.create_task(_tell_end(f"w{number}", worker))
+                for number, worker in enumerate(workers)
+            ]
             yield workers
         finally:
+            for watch in watches:
+                watch.cancel()
             await asyncio.gather(*map(_stop, workers))
 
 
@@ -114,6 +122,11 @@ async def _until_known(
                 await asyncio.sleep(LOOK_SECONDS)
     except TimeoutError as error:
         raise WorkerNotStarted(f"no reference worker within {START_SECONDS} s") from error
+
+
+async def _tell_end(name: str, worker: Process) -> None:
+    status = await worker.wait()
+    _logger.error("worker %s has ended with status %d and is not started again", name, status)
 
 
 async def _stop(worker: Process) -> None:

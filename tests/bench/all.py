@@ -19,6 +19,7 @@ BENCHES = (
     "index",
     "http",
     "ingest",
+    "decisions",
     "cold_start",
     "repair_storm",
     "coordination",

@@ -31,6 +31,7 @@ ORDER = (
     "scale",
     "ingest",
     "http",
+    "decisions",
     "cold_start",
     "repair_storm",
     "coordination",

@@ -60,6 +60,18 @@ def test_a_match_is_the_longest_leading_part_of_each_instance(index: PrefixIndex
     assert lengths(index, run_of(4)) == {whole: 3, first: 1}
 
 
+def test_columns_are_the_matches(index: PrefixIndex) -> None:
+    one, two = index.add_instance(), index.add_instance()
+    index.store(two, Tier.dram, ROOT, run_of(2))
+    index.store(two, HBM, packed(1), packed(2))
+    index.store(one, Tier.ssd, ROOT, packed(1))
+    for chain in (run_of(3), packed(9), b""):
+        columns = index.match_columns(chain)
+        lines = zip(columns.instances, columns.num_blocks, columns.by_tier.T, strict=True)
+        found = [(int(n), int(blocks), tuple(by_tier.tolist())) for n, blocks, by_tier in lines]
+        assert found == [tuple(match) for match in index.match(chain)]
+
+
 def test_matches_come_in_order_of_instances(index: PrefixIndex) -> None:
     instances = [index.add_instance() for _ in range(20)]
     for instance in reversed(instances):

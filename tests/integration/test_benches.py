@@ -57,6 +57,13 @@ def test_hashing() -> None:
     assert results["absolutes"].keys() == {f"ms_from_{f}_8192_blocks" for f in ("list", "bytes")}
 
 
+def test_decisions() -> None:
+    results = results_of("decisions.py")
+    assert {row["candidates"] for row in results["rows"]} == {8, 256}
+    ways = {f"{way}_{form}_us_256" for way in ("score", "route") for form in ("json", "by_hash")}
+    assert results["absolutes"].keys() >= ways
+
+
 def test_a_report_of_any_bench(tmp_path: Path) -> None:
     """One that the report does not know has a section too; equal results give equal bytes."""
     known: list[dict[str, Any]] = [

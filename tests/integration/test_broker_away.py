@@ -95,7 +95,7 @@ async def test_a_router_without_its_broker_says_so_and_needs_no_restart(
         assert b"\nkv_connected 1.0\n" in (await router.get("/metrics")).body
 
         await broker.kill()
-        answer = await router.until("/readyz", 200, b'"connected":false')
+        await router.until("/readyz", 200, b'"connected":false')
         assert (await router.get("/v1/workers")).status == 200
         await broker.restart()
         await router.until("/readyz", 200, b'"connected":true')

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kvatlas.indexer.reader import InstanceMatch
+from kvatlas.indexer.reader import Roll
 from kvatlas.router.candidates import line_up
 from kvatlas.router.requests import HashedPrompt, Report, ScoreRequest
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate, PromptTooLarge, UnknownModel
@@ -45,6 +47,25 @@ def test_two_hash_algorithms_serve_one_model(fleet: Fleet) -> None:
     assert matches(answer.candidates) == {"w2/0": 64, "w1/0": 16}
 
 
+def test_an_index_that_changes_between_who_and_how_much_is_asked_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that another process writes may."""
+    fleet.up("w1")
+    fleet.up("w2")
+    router, held, leaving = fleet.router(), fleet.state.held, ["w1"]
+
+    def changing(chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        found = held(chain, roll)
+        if leaving:
+            fleet.down(leaving.pop())
+        return found
+
+    monkeypatch.setattr(fleet.state, "held", changing)
+    answer = router.score(a_request(a_prompt(64)))
+    assert [candidate.worker for candidate in answer.candidates] == ["w2"]
+
+
 def test_a_prompt_is_hashed_once_for_each_group(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,13 +73,13 @@ def test_a_prompt_is_hashed_once_for_each_group(
         fleet.up(f"w{n}", block_tokens=16 if n % 2 else 32)
     router = fleet.router()
     asked: list[bytes] = []
-    match = fleet.state.match
+    held = fleet.state.held
 
-    def watched(chain: bytes) -> list[InstanceMatch]:
+    def watched(chain: bytes, roll: Roll) -> NDArray[np.uint32]:
         asked.append(chain)
-        return match(chain)
+        return held(chain, roll)
 
-    monkeypatch.setattr(fleet.state, "match", watched)
+    monkeypatch.setattr(fleet.state, "held", watched)
     router.score(a_request(a_prompt(64)))
     assert sorted(len(chain) // 16 for chain in asked) == [2, 4]
 

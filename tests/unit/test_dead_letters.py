@@ -216,7 +216,7 @@ async def test_the_mark_is_of_the_newest_message_though_a_slow_replica_wrote_las
     assert await newest_mark(bus) == Mark(LOOK_BACK, LOOK_BACK * 1000)
 
 
-def test_a_mark_covers_nothing_of_a_log_that_begun_anew() -> None:
+def test_a_mark_covers_nothing_of_a_log_that_has_begun_anew() -> None:
     mark = Mark(50, 50_000)
     assert mark.covers(a_message(at=50))
     assert not mark.covers(a_message(at=51))

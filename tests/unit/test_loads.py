@@ -225,3 +225,9 @@ def test_ten_thousand_instances_come_and_go(world: World) -> None:
         world.done(f"r{n}")
     assert world.loads.num_workers <= 2 * SETTINGS.request_timeout_seconds + 2
     assert len(world.loads) == 0
+
+
+def test_what_an_earlier_epoch_had_to_do_is_not_shown_of_a_later_one(world: World) -> None:
+    world.routed("a", 1_000)
+    assert world.loads.known(W1, world.now, epoch=1)
+    assert world.loads.known(W1, world.now, epoch=2) is None

@@ -184,16 +184,13 @@ def test_reuse_points_are_withheld_with_their_blocks() -> None:
     assert len(told(edge)) == 2
 
 
-def test_the_namespace_of_a_withheld_block_is_not_forgotten(
-    edge: Edge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_namespace_of_a_withheld_block_is_not_forgotten() -> None:
     edge = Edge(MODEL, DESCRIPTOR, has_pool=True)
     edge.handle([tenants(1)])
     edge.mute([SALTED], WHY)
     edge.move_pooled(chain_of(1, salt="tenant"), [])
     edge.handle([removed(101)])  # held in the pool only, and nobody has been told of that
-    namespaces = edge._telling.namespaces
-    namespaces._prune()
+    edge._telling.namespaces._prune()
     edge.unmute([SALTED])
     assert [event.root for event in edge.inventory(1) if isinstance(event, Inventory)][1] == SALTED
 

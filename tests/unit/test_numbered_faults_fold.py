@@ -93,6 +93,17 @@ def test_f60_a_block_that_moved_without_a_word_is_missed_in_its_tier() -> None:
     assert state.stats().digest_mismatches == 1
 
 
+def test_f21_a_wrong_count_lives_until_the_next_digest_and_an_inventory_ends_it() -> None:
+    """Counted as copies, it went without a removal: only the index still has it."""
+    state = folded(a_batch(up(), stored(1)), a_batch(*digests(), seq=2))
+    assert [match.trust for match in state.match(hashes(1))] == [Trust.degraded]
+    state.handle(arrived(a_batch(inventory(as_of=2), *digests(), seq=3), 3))
+    assert state.match(hashes(1)) == []
+    view = state.instance(W1)
+    assert view is not None
+    assert view.trust is Trust.exact
+
+
 # --- what matches ---------------------------------------------------------------------------------
 
 
@@ -211,14 +222,3 @@ async def test_f80_who_floods_or_forges_harms_itself_only() -> None:
             view = service.index.instance(W1)
             assert view is not None
             assert (view.trust, view.epoch) == (Trust.exact, 1)
-
-
-def test_f21_a_wrong_count_lives_until_the_next_digest_and_an_inventory_ends_it() -> None:
-    """Told three times and removed once: the engine holds nothing, the index believes it does."""
-    state = folded(a_batch(up(), stored(1)), a_batch(*digests(), seq=2))
-    assert [match.trust for match in state.match(hashes(1))] == [Trust.degraded]
-    state.handle(arrived(a_batch(inventory(as_of=2), *digests(), seq=3), 3))
-    assert state.match(hashes(1)) == []
-    view = state.instance(W1)
-    assert view is not None
-    assert view.trust is Trust.exact

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from kvatlas.events.bus import Message
@@ -10,7 +11,7 @@ from kvatlas.events.streams import KV_DECISIONS, decisions_stream
 from kvatlas.events.subjects import decisions_subject
 from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog
 from kvatlas.schemas.errors import StreamRefused
-from kvatlas.schemas.routing import Decision, decode_decision
+from kvatlas.schemas.routing import Decision, Question, decode_decision
 from kvatlas.schemas.settings import RouterSettings
 from testkit.bus import Collected, eventually
 from testkit.fleet import Fleet, a_prompt, a_request
@@ -56,6 +57,27 @@ async def test_the_newest_are_kept_in_memory(bus: MemoryBus) -> None:
             log.record(decision)
         assert log.find(one.id) is None
         assert log.find(three.id) == three
+
+
+async def test_a_question_is_made_when_somebody_looks_at_it(bus: MemoryBus) -> None:
+    arrived: Collected[Message] = Collected()
+    await bus.follow(KV_DECISIONS, 1, arrived)
+    [whole] = decisions(1)
+    assert whole.question.candidates
+    asked = msgspec.structs.replace(whole.question, candidates=())
+    outline = msgspec.structs.replace(whole, question=asked)
+    made: list[str] = []
+
+    def question() -> Question:
+        made.append("again")
+        return whole.question
+
+    async with StreamDecisionLog(bus.publisher(KV_DECISIONS), SETTINGS) as log:
+        log.record(outline, question)
+        assert (log.outline(whole.id), made) == (outline, [])
+        assert log.find(whole.id) == whole
+    [message] = await arrived.count(1)
+    assert decode_decision(message.payload) == whole
 
 
 class StuckPublisher:

@@ -71,6 +71,20 @@ async def test_each_sees_what_all_gave(group: Group) -> None:
     assert not one.router.done(ours[0].decision_id, Report()).applied
 
 
+async def test_a_request_by_another_name_of_the_model_counts_too(group: Group) -> None:
+    group.fleet.up("w4", models=("many", "names"))
+    one, other = await group.join(), await group.join()
+    for name in ("names", "many", "names"):
+        one.router.route(a_request(PROMPT, name))
+        other.router.route(a_request(PROMPT, name))
+
+    def counted(at: Sibling) -> int:
+        load = at.router.load_of(InstanceId("w4", 0))
+        return load.in_flight if load else 0
+
+    await until(lambda: counted(one) == counted(other) == 6)
+
+
 async def test_a_sibling_of_a_prompt_goes_where_another_router_sent_it(group: Group) -> None:
     one, other = await group.join(), await group.join()
     first = one.router.route(a_request(PROMPT))

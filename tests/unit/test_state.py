@@ -91,7 +91,7 @@ def test_a_view_tells_all_of_an_instance() -> None:
 def test_a_name_that_was_taken_from_a_living_process_is_told_with_both() -> None:
     state = a_state(a_batch(WorkerUp(an_info()), epoch=7))
     effects = state.handle(arrived(a_batch(up(), epoch=8), 2))
-    was = Replaced(7, "http://127.0.0.1:1")
+    was = Replaced(7, "http://127.0.0.1:1", last_event_ns=SECOND)
     assert ReportTakeover(W1, 8, was) in effects
     view = state.instance(W1)
     assert view is not None

@@ -2,7 +2,6 @@
 
 import sys
 from array import array
-from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import shake_128
 
@@ -45,8 +44,3 @@ def block_tokens(block_id: int) -> bytes:
     if sys.byteorder == "big":
         wide.byteswap()
     return wide.tobytes()
-
-
-def total_prompt_blocks(requests: Sequence[PlayedRequest]) -> int:
-    """Return the number of full prompt blocks of all requests."""
-    return sum(request.num_prompt_blocks for request in requests)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from kvatlas.doctor.facts import UNREADABLE, EngineFacts, engine_facts
 from kvatlas.router.answers import ScoreAnswer, WorkersAnswer
-from kvatlas.schemas.errors import NoAnswer
+from kvatlas.schemas.errors import KeyRefused, NoAnswer
 
 _Answer = TypeVar("_Answer")
 
@@ -70,7 +70,7 @@ class EngineClient:
         """Return what it says of itself."""
         status, models = await self._get("/v1/models")
         if status in (401, 403):
-            raise NoAnswer(self.url, f"refuses the key with {status}")
+            raise KeyRefused(self.url, f"refuses the key with {status}")
         if status != 200:
             raise NoAnswer(self.url, f"/v1/models answers {status}")
         _, metrics = await self._get("/metrics")

@@ -16,7 +16,7 @@ from kvatlas.doctor.engine_events import Heard, listening
 from kvatlas.doctor.facts import Arrival, EngineFacts, Probe, Texts
 from kvatlas.doctor.local_text import LocalTokenizer
 from kvatlas.router.answers import WorkerAnswer
-from kvatlas.schemas.errors import NoAnswer
+from kvatlas.schemas.errors import KeyRefused, NoAnswer
 from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS
 
 #: a probe is at least so many tokens, and at least two blocks: fewer might be known by chance
@@ -66,7 +66,8 @@ async def run_doctor(options: DoctorOptions, tell: Tell) -> list[Finding]:
         try:
             engine = await asked.facts()
         except NoAnswer as error:
-            found(checks.no_answer("engine", str(error), "--engine-url or --api-key of the doctor"))
+            flag = "--api-key" if isinstance(error, KeyRefused) else "--engine-url"
+            found(checks.no_answer("engine", str(error), f"{flag} of the doctor"))
             return findings
         found(checks.check_engine(engine))
         try:

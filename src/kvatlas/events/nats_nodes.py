@@ -1,7 +1,8 @@
 """Which node of a cluster a connection is on: when it is given up, and which are tried next.
 
 A node that is cut off from the others, or full, keeps its clients, and does not answer what needs
-a majority. A client cannot tell that from an election, which is over in 10 s. Pure.
+a majority. A client cannot tell that from an election, which is over in 10 s. Pure, but for
+the order of equal addresses, which is drawn.
 """
 
 import random

@@ -373,10 +373,8 @@ class NatsPublisher:
         elif self._retry_at <= asyncio.get_running_loop().time():
             if self._retry_seconds >= ASK_RETRY_SECONDS:
                 await self._refuse_strays()
-            self._retry_at, self._retry_seconds = (
-                None,
-                min(2 * self._retry_seconds, LAST_RETRY_SECONDS),
-            )
+            self._retry_at = None
+            self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
             await self._probe(client)
 
     async def _send_released(self, client: Client, subjects: frozenset[str]) -> None:

@@ -20,6 +20,8 @@ HEARD_SECONDS = 3.0
 #: JetStream's own word for a node that knows no leader
 NO_LEADER = 10008
 TRY_SECONDS, RETRY_SECONDS = 1.0, 0.2
+#: whoever asks has a deadline of its own, which is sooner
+LONGEST_SECONDS = 60.0
 
 
 def is_without_leader(error: BaseException) -> bool:
@@ -54,7 +56,7 @@ async def info_of_leader(
     asked = json.dumps({"deleted_details": True}).encode() if with_deleted else b""
     subject = f"$JS.API.STREAM.INFO.{stream_name}"
     try:
-        answer = json.loads((await client.request(subject, asked, 60.0)).data)
+        answer = json.loads((await client.request(subject, asked, LONGEST_SECONDS)).data)
     except NoRespondersError as error:
         raise ServiceUnavailableError(code=503, description="no JetStream") from error
     if "error" in answer:

@@ -42,7 +42,7 @@ class Unacked(Struct):
 
 
 class Step(Enum):
-    """See above."""
+    """Where a stalled subject stands; what leads where is drawn above."""
 
     quiet = 1
     failed = 2

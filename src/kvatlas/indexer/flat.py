@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.flat_room import FlatRoom, power_of_two
-from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
+from kvatlas.indexer.index import Match, MatchColumns, TreeNode, check_hash, check_packed
 from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room
 from kvatlas.indexer.snapshot_flat import (
     NUM_SET_COLUMNS,
@@ -28,15 +27,6 @@ _ALL_TIERS = (1 << NUM_TIERS) - 1
 _U64 = np.dtype(np.uint64)
 #: kernels do not check a tier, so it goes through here
 _TIER_NUMBERS = tuple(int(tier) for tier in Tier)
-
-
-class MatchColumns(NamedTuple):
-    """The matches of a chain as arrays, one entry an instance, by number: no object per holder."""
-
-    instances: NDArray[np.uint32]
-    num_blocks: NDArray[np.uint32]
-    #: a row per tier
-    by_tier: NDArray[np.uint32]
 
 
 class FlatRadixIndex(FlatRoom):
@@ -161,7 +151,6 @@ class FlatRadixIndex(FlatRoom):
         return list(map(tuple.__new__, repeat(Match), fields))
 
     def match_columns(self, chain: bytes) -> MatchColumns:
-        """Return what `match` returns, as arrays."""
         columns = self._match(chain)
         return MatchColumns(columns[0], columns[1], columns[2:])
 

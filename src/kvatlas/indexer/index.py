@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES, TierDigest
 from kvatlas.schemas.errors import InvalidBlock
@@ -20,6 +22,15 @@ class Match(NamedTuple):
     instance: int
     num_blocks: int
     by_tier: tuple[int, int, int, int, int]
+
+
+class MatchColumns(NamedTuple):
+    """The matches of a chain as arrays, one entry an instance, by number: no object per holder."""
+
+    instances: NDArray[np.uint32]
+    num_blocks: NDArray[np.uint32]
+    #: a row per tier
+    by_tier: NDArray[np.uint32]
 
 
 class TreeNode(msgspec.Struct, frozen=True):
@@ -92,6 +103,10 @@ class PrefixIndex(Protocol):
 
         O(chain), and stops where nobody is left. Unknown hashes are no error.
         """
+        ...
+
+    def match_columns(self, chain: bytes) -> MatchColumns:
+        """Return what `match` returns, as arrays."""
         ...
 
     def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:

@@ -134,7 +134,8 @@ class Instance(Struct):
         """Start an epoch: nothing of an earlier one is left but its name, if it had not gone."""
         fresh = Instance(self.id, epoch=epoch)
         if self.epoch and not self.is_gone:
-            fresh.replaced = Replaced(self.epoch, self.info.base_url if self.info else "")
+            base_url = self.info.base_url if self.info else ""
+            fresh.replaced = Replaced(self.epoch, base_url, self.last_event_ns)
         for name in self.__struct_fields__:
             setattr(self, name, getattr(fresh, name))
 

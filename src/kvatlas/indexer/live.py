@@ -8,8 +8,17 @@ from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvatlas.indexer.reader import IndexReader, IndexStats, InstanceMatch, InstanceView, TreeRun
+from kvatlas.indexer.reader import (
+    IndexReader,
+    IndexStats,
+    InstanceMatch,
+    InstanceView,
+    Roll,
+    TreeRun,
+)
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 
@@ -55,6 +64,9 @@ class LiveIndex:
         if not self._is_catching_up and not self._silent:
             return matches
         return [match._replace(trust=self._trust(match.instance, match.trust)) for match in matches]
+
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        return self._state.held(chain, roll)
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._state.holders(block_hash)

@@ -4,25 +4,34 @@ Trust, exclusion and reuse points belong to instances, not to blocks, so they ar
 answers here, alike for who folds the log and for who reads another process's memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import repeat
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from kvatlas.indexer.index import Match
-from kvatlas.indexer.reader import InstanceMatch
+import numpy as np
+from numpy.typing import NDArray
+
+from kvatlas.indexer.index import Match, MatchColumns
+from kvatlas.indexer.reader import InstanceMatch, Roll
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import reuse_point
-from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
 
 _name, _trust = attrgetter("id"), attrgetter("trust")
+_NOTHING = (0,) * NUM_TIERS
 
 
 class Matcher(Protocol):
     """The part of a PrefixIndex that answers about blocks."""
 
     def match(self, chain: bytes) -> list[Match]:
+        """See PrefixIndex."""
+        ...
+
+    def match_columns(self, chain: bytes) -> MatchColumns:
         """See PrefixIndex."""
         ...
 
@@ -51,16 +60,59 @@ class Place(NamedTuple):
 
 
 class NamedIndex:
-    """Answers of an index with names; whoever owns it keeps the three tables."""
+    """Answers of an index with names; whoever owns it says who has which number."""
 
     def __init__(self, index: Matcher) -> None:
         self._index = index
-        #: number in the index -> its instance
-        self.by_number: dict[int, Named] = {}
+        self._by_number: dict[int, Named] = {}
+        #: number in the index -> its instance; all three change by the methods below only
+        self.by_number: Mapping[int, Named] = MappingProxyType(self._by_number)
         #: instances whose blocks count for nothing in a match, while they have a place
-        self.excluded: set[InstanceId] = set()
+        self.excluded: frozenset[InstanceId] = frozenset()
         #: instances whose matches end at reuse points, while they have a place
-        self.ending_at_points: set[InstanceId] = set()
+        self.ending_at_points: frozenset[InstanceId] = frozenset()
+        #: rises whenever one of the tables changes
+        self._version = 0
+
+    def admit(self, number: int, named: Named) -> None:
+        """Let a number stand for an instance."""
+        self._version += 1
+        self._by_number[number] = named
+
+    def release(self, number: int | None, instance: InstanceId) -> None:
+        """Forget how an instance's matches are read, and its number if it has one."""
+        self._version += 1
+        self.excluded -= {instance}
+        self.ending_at_points -= {instance}
+        if number is not None:
+            del self._by_number[number]
+
+    def renumber(self, number: int, to: int) -> None:
+        """Let another number stand for an instance."""
+        self._version += 1
+        self._by_number[to] = self._by_number.pop(number)
+
+    def exclude(self, instance: InstanceId) -> None:
+        """Let an instance's blocks count for nothing in a match."""
+        self._version += 1
+        self.excluded |= {instance}
+
+    def end_at_points(self, instance: InstanceId, ends: bool) -> None:
+        """Say whether an instance's matches end at reuse points."""
+        self._version += 1
+        if ends:
+            self.ending_at_points |= {instance}
+        else:
+            self.ending_at_points -= {instance}
+
+    def replace(
+        self, by_number: Mapping[int, Named], excluded: Set[InstanceId], ending: Set[InstanceId]
+    ) -> None:
+        """Begin anew with these tables."""
+        self._version += 1
+        self._by_number = dict(by_number)
+        self.by_number = MappingProxyType(self._by_number)
+        self.excluded, self.ending_at_points = frozenset(excluded), frozenset(ending)
 
     def places(self) -> list[Place]:
         """Return the tables in one."""
@@ -72,9 +124,11 @@ class NamedIndex:
     def take_places(self, places: Sequence[Place], named: Iterable[Named]) -> None:
         """Replace the tables by those of another process; `named` has everybody in `places`."""
         by_name = {each.id: each for each in named}
-        self.by_number = {place.number: by_name[place.instance] for place in places}
-        self.excluded = {place.instance for place in places if place.is_excluded}
-        self.ending_at_points = {place.instance for place in places if place.ends_at_reuse_points}
+        self.replace(
+            {place.number: by_name[place.instance] for place in places},
+            {place.instance for place in places if place.is_excluded},
+            {place.instance for place in places if place.ends_at_reuse_points},
+        )
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         """Return the matches of a chain, but for excluded instances."""
@@ -91,6 +145,30 @@ class NamedIndex:
         if self.excluded:
             return [match for match in named if match.instance not in self.excluded]
         return named
+
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        """Return the same, a line for each instance on the roll, zeros where there is no match."""
+        if roll.placed_by is not self or roll.version != self._version:
+            self._place(roll)
+        if roll.has_reuse_points:
+            found = {match.instance: match.by_tier for match in self.match(chain)}
+            lines = [found.get(instance, _NOTHING) for instance in roll.instances]
+            return np.array(lines, np.uint32).reshape(len(lines), NUM_TIERS)
+        columns = self._index.match_columns(chain)
+        held = np.zeros((len(roll) + 1, NUM_TIERS), np.uint32)
+        held[roll.line_of[columns.instances]] = columns.by_tier.T
+        return held[:-1]
+
+    def _place(self, roll: Roll) -> None:
+        """Find the numbers of a roll's instances."""
+        line_of = {instance: line for line, instance in enumerate(roll.instances)}
+        nobody = len(roll)
+        roll.line_of = np.full(max(self.by_number, default=-1) + 1, nobody, np.intp)
+        for number, each in self.by_number.items():
+            if each.id not in self.excluded:
+                roll.line_of[number] = line_of.get(each.id, nobody)
+        roll.has_reuse_points = any(each in self.ending_at_points for each in roll.instances)
+        roll.placed_by, roll.version = self, self._version
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         """Return who holds a block, and where."""

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import Trust, WorkerInfo
@@ -28,6 +30,8 @@ class Replaced(Struct, frozen=True):
 
     epoch: int
     base_url: str
+    #: the broker's time of its newest message
+    last_event_ns: int = 0
 
 
 class InstanceView(Struct, frozen=True):
@@ -120,6 +124,26 @@ class IndexStats(Struct, frozen=True):
         return sum(each.count for each in self.rejected)
 
 
+class Roll:
+    """Instances that are asked about together, again and again: each has a line in the answers.
+
+    Where an index has them is found once and kept here, as long as its numbers stand for the same.
+    """
+
+    def __init__(self, instances: Iterable[InstanceId]) -> None:
+        self.instances = tuple(instances)
+        #: what filled the rest in, and as of which version of it
+        self.placed_by: object = None
+        self.version = -1
+        #: number in the index -> line; the line behind the last one for everybody else
+        self.line_of: NDArray[np.intp] = np.zeros(0, np.intp)
+        #: whether a match of one of them has to end at a reuse point
+        self.has_reuse_points = False
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+
 class IndexReader(Protocol):
     """What the fleet holds, as of one stream sequence.
 
@@ -139,6 +163,13 @@ class IndexReader(Protocol):
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         """Return the instances that hold the first block of a packed chain. O(chain)."""
+        ...
+
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        """Return `by_tier` of the match of each instance on the roll, a line each.
+
+        Zeros where there is no match. The same as `match`, without an object per holder.
+        """
         ...
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import msgspec
+import numpy as np
 
-from kvatlas.indexer.index import Match, TreeNode, check_hash, check_packed
+from kvatlas.indexer.index import Match, MatchColumns, TreeNode, check_hash, check_packed
 from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, bytes_of
 from kvatlas.indexer.tree import PlainRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key, mix64, split_hashes
@@ -84,6 +85,11 @@ class ReferenceIndex:
                 hbm, dram, ssd, remote, other = by_tier
                 matches.append(Match(instance, sum(by_tier), (hbm, dram, ssd, remote, other)))
         return matches
+
+    def match_columns(self, chain: bytes) -> MatchColumns:
+        lines = [(match.instance, match.num_blocks, *match.by_tier) for match in self.match(chain)]
+        columns = np.array(lines, np.uint32).reshape(len(lines), 2 + len(Tier)).T.copy()
+        return MatchColumns(columns[0], columns[1], columns[2:])
 
     def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:
         check_hash(block_hash)

@@ -9,11 +9,12 @@ from contextlib import suppress
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from kvatlas.indexer.index import PrefixIndex, TreeNode
 from kvatlas.indexer.instances import Instance, OpenInventory
 from kvatlas.indexer.naming import NamedIndex, Place
-from kvatlas.indexer.reader import InstanceMatch, TreeRun
+from kvatlas.indexer.reader import InstanceMatch, Roll, TreeRun
 from kvatlas.indexer.snapshot import Export, Exportable, Parts, Room
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.errors import IndexFull
@@ -46,20 +47,18 @@ class Residency:
     def admit(self, instance: Instance) -> None:
         """Give the instance an empty place; raises IndexFull."""
         instance.number = self._index.add_instance()
-        self._named.by_number[instance.number] = instance
+        self._named.admit(instance.number, instance)
 
     def release(self, instance: Instance) -> None:
         """Forget all that the instance holds, at once."""
-        self._named.excluded.discard(instance.id)
-        self._named.ending_at_points.discard(instance.id)
+        self._named.release(instance.number, instance.id)
         if instance.number is not None:
             self._index.forget_instance(instance.number)
-            del self._named.by_number[instance.number]
             instance.number = None
 
     def exclude(self, instance: Instance) -> None:
         """Let the instance's blocks count for nothing in a match, while it has a place."""
-        self._named.excluded.add(instance.id)
+        self._named.exclude(instance.id)
 
     def places(self) -> list[Place]:
         """Return whose numbers are given out."""
@@ -68,10 +67,7 @@ class Residency:
     def introduce(self, instance: Instance, info: WorkerInfo) -> None:
         """Learn how the instance describes itself."""
         instance.info = info
-        if info.ends_at_reuse_points:
-            self._named.ending_at_points.add(instance.id)
-        else:
-            self._named.ending_at_points.discard(instance.id)
+        self._named.end_at_points(instance.id, info.ends_at_reuse_points)
 
     # --- events; all raise IndexFull ----------------------------------------------------------
 
@@ -159,6 +155,10 @@ class Residency:
         """Return the matches of a chain, but for excluded instances."""
         return self._named.match(chain)
 
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        """Return the matches of a chain, a line for each instance on the roll."""
+        return self._named.held(chain, roll)
+
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         """Return who holds a block, and where."""
         return self._named.holders(block_hash)
@@ -180,8 +180,8 @@ class Residency:
     def export(self, room: Room | None) -> tuple[ResidencyTables, Export]:
         """Return what `restore` needs beside the instances. O(index)."""
         tables = ResidencyTables(
-            excluded=self._named.excluded,
-            ending_at_points=self._named.ending_at_points,
+            excluded=set(self._named.excluded),
+            ending_at_points=set(self._named.ending_at_points),
             num_inventories=self.num_inventories,
             num_dropped_inventories=self.num_dropped_inventories,
         )
@@ -190,9 +190,8 @@ class Residency:
     def restore(self, tables: ResidencyTables, parts: Parts, instances: Iterable[Instance]) -> None:
         """Hold what was exported, for instances as they were. Raises InvalidSnapshot, IndexFull."""
         self._exportable().restore(parts)
-        named = self._named
-        named.by_number = {each.number: each for each in instances if each.number is not None}
-        named.excluded, named.ending_at_points = tables.excluded, tables.ending_at_points
+        by_number = {each.number: each for each in instances if each.number is not None}
+        self._named.replace(by_number, tables.excluded, tables.ending_at_points)
         self.num_inventories = tables.num_inventories
         self.num_dropped_inventories = tables.num_dropped_inventories
 
@@ -221,9 +220,8 @@ class Residency:
         if self.digests(instance).keys() <= {tier}:
             with suppress(IndexFull):  # of numbers
                 instance.number = self._index.add_instance()
-                self._named.by_number[instance.number] = instance
+                self._named.renumber(number, instance.number)
                 self._index.forget_instance(number)
-                del self._named.by_number[number]
                 return
         self._index.clear(number, tier)
 

@@ -8,7 +8,9 @@ equal `state_digest`. What changes with time alone (silence, lag) is laid over i
 """
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvatlas.indexer.batches import BatchFold
 from kvatlas.indexer.fleet import Fleet, FleetTables
@@ -21,6 +23,7 @@ from kvatlas.indexer.reader import (
     InstanceMatch,
     InstanceView,
     RejectedCount,
+    Roll,
     TreeRun,
     serving_views,
 )
@@ -141,6 +144,9 @@ class IndexState:
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         return self._residency.match(chain)
+
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        return self._residency.held(chain, roll)
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._residency.holders(block_hash)

@@ -122,6 +122,7 @@ class ReplacedAnswer(Struct, frozen=True):
 
     epoch: int
     base_url: str
+    last_event_age_ms: float
 
 
 class WorkerAnswer(Struct, frozen=True):

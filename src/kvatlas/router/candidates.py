@@ -1,146 +1,64 @@
 """Who may serve a prompt and how much of it they hold.
 
-    model --serving--> instances --namespace--> groups --hash once--> chains --match--> candidates
+    model --serving--> instances --namespace--> groups --hash once--> chains --held--> slate
 
 Instances that cut and name blocks alike form a group: the prompt is hashed and matched once for
 each group, and compared in tokens across them. A prompt that comes as hashes belongs to one group.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvatlas.indexer import prompt_kernel
-from kvatlas.indexer.reader import IndexReader, InstanceView
+from kvatlas.indexer.reader import IndexReader
+from kvatlas.router import price_kernel as k
+from kvatlas.router.lineup import GroupKey, Lineup, line_up, recorded_groups
 from kvatlas.router.loads import Loads
-from kvatlas.router.overlay import Life, Overlay
-from kvatlas.router.pricing import NOTHING_HELD
+from kvatlas.router.overlay import Overlay
 from kvatlas.router.requests import HashedPrompt, ScoreRequest
-from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
-from kvatlas.schemas.fleet import NamespaceDescriptor, Role, Trust, WorkerInfo
+from kvatlas.router.slate import Slate
+from kvatlas.schemas.errors import InvalidRequest, NoCandidate
+from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
-from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.routing import Candidate, ChainGroup
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId
+
+__all__ = ["Candidates", "Gathered", "Lineup", "line_up", "recorded_groups"]
 
 MAX_CACHED_MODELS = 256
 MAX_CACHED_HASHERS = 1024
+#: of a question to a fleet that changes meanwhile; the last answer stands
+MAX_REPEATS = 4
 
-_BETTER_THAN_DEGRADED = (Trust.exact, Trust.catching_up)
-
-#: of each holder of a chain, its leading blocks by tier
-Held = dict[InstanceId, tuple[int, int, int, int, int]]
-
-
-class GroupKey(NamedTuple):
-    """What candidates of a group have in common: with a salt, their namespace."""
-
-    model: str
-    descriptor: NamespaceDescriptor
-    lora: str | None
-
-
-class Seat(NamedTuple):
-    """What of a candidate holds as long as the fleet stands."""
-
-    instance: InstanceId
-    epoch: int
-    model: str
-    worker: str
-    rank: int
-    trust: Trust
-    group: int
-    block_tokens: int
-    kv_class: int
-    #: roots of which it holds more than it says -> why
-    muted: Mapping[bytes, str]
-
-
-class Lineup(NamedTuple):
-    """The instances that may serve a model or adapter; holds as long as the fleet stands."""
-
-    views: tuple[InstanceView, ...]
-    infos: tuple[WorkerInfo, ...]
-    groups: tuple[GroupKey, ...]
-    #: of each view, its position in `groups`
-    group_of: tuple[int, ...]
-    #: of each view, equal where KV may be exchanged; 0 where it may not
-    kv_class_of: tuple[int, ...]
-    #: the same, by view, so that a request need not gather it
-    seats: tuple[Seat, ...]
-    #: whether any of them may have muted namespaces
-    has_mutes: bool
-
-    @classmethod
-    def of(
-        cls,
-        views: tuple[InstanceView, ...],
-        infos: tuple[WorkerInfo, ...],
-        groups: tuple[GroupKey, ...],
-        group_of: tuple[int, ...],
-        kv_class_of: tuple[int, ...],
-    ) -> "Lineup":
-        """Return the lineup of these."""
-        seats = tuple(
-            Seat(
-                view.instance,
-                view.epoch,
-                info.model,
-                view.instance.worker,
-                view.instance.rank,
-                view.trust,
-                group,
-                info.descriptor.block_tokens,
-                kv_class,
-                view.muted,
-            )
-            for view, info, group, kv_class in zip(views, infos, group_of, kv_class_of, strict=True)
-        )
-        has_mutes = any(view.muted for view in views)
-        return cls(views, infos, groups, group_of, kv_class_of, seats, has_mutes)
-
-    def without(self, avoided: frozenset[InstanceId]) -> "Lineup":
-        """Return the lineup less those, unless nobody would be left."""
-        kept = [n for n, view in enumerate(self.views) if view.instance not in avoided]
-        if not kept or len(kept) == len(self.views):
-            return self
-        return self._replace(
-            views=tuple(self.views[n] for n in kept),
-            infos=tuple(self.infos[n] for n in kept),
-            group_of=tuple(self.group_of[n] for n in kept),
-            kv_class_of=tuple(self.kv_class_of[n] for n in kept),
-            seats=tuple(self.seats[n] for n in kept),
-        )
-
-    def naming(self, prompt: HashedPrompt) -> "Lineup":
-        """Return the lineup of those who cut and name blocks as the hashes of a prompt say.
-
-        Raises InvalidRequest where nobody does, or where several groups might be meant.
-        """
-        meant = [n for n, key in enumerate(self.groups) if _may_name(key.descriptor, prompt)]
-        if len(meant) != 1:
-            raise _unclear(self.groups, [self.groups[n] for n in meant], prompt)
-        if len(self.groups) == 1:
-            return self
-        kept = [n for n, group in enumerate(self.group_of) if group == meant[0]]
-        return Lineup.of(
-            views=tuple(self.views[n] for n in kept),
-            infos=tuple(self.infos[n] for n in kept),
-            groups=(self.groups[meant[0]],),
-            group_of=(0,) * len(kept),
-            kv_class_of=tuple(self.kv_class_of[n] for n in kept),
-        )
+U32 = NDArray[np.uint32]
 
 
 class Gathered(NamedTuple):
-    """All about the candidates of a request; the tuples are in one order."""
+    """All about the candidates of a request but what the policy draws with."""
 
     lineup: Lineup
-    candidates: tuple[Candidate, ...]
+    slate: Slate
     #: of each group, the prompt's chain; not to be recorded if the prompt is salted
     chains: tuple[bytes, ...]
-    prompt_tokens: int
-    #: who holds more of the request's namespace than it says, and why
-    mutes: Mapping[InstanceId, str]
+
+
+class _NumHeld(Mapping[InstanceId, int]):
+    """Blocks held by name, looked up where they stand."""
+
+    def __init__(self, lineup: Lineup, held: U32) -> None:
+        self._lineup, self._held = lineup, held
+
+    def __getitem__(self, instance: InstanceId) -> int:
+        return int(self._held[self._lineup.line_of[instance]].sum())
+
+    def __iter__(self) -> Iterator[InstanceId]:
+        return iter(self._lineup.line_of)
+
+    def __len__(self) -> int:
+        return len(self._lineup)
 
 
 class Candidates:
@@ -164,87 +82,76 @@ class Candidates:
         Raises UnknownModel, InvalidRequest (an adapter that nobody has, hashes of unclear blocks)
         and NoCandidate (all only decode, or nobody is exact where that is required).
         """
+        gathered = self._gather(request, now, avoided)
+        for _ in range(MAX_REPEATS):
+            # an index that another process writes may have changed between who and how much:
+            # its writer may even have died in between, and nobody be exact any more
+            if self._index.fleet_version == self._fleet_version:
+                break
+            gathered = self._gather(request, now, avoided)
+        return gathered
+
+    def _gather(
+        self, request: ScoreRequest, now: float, avoided: frozenset[InstanceId]
+    ) -> Gathered:
         lineup = self._lineup(request.model, request.lora)
         prompt_tokens, hashed = request.num_tokens, request.hashed
         if hashed is not None:
             lineup = lineup.naming(hashed)
             prompt_tokens = _prompt_tokens(hashed, lineup.groups[0].descriptor)
-        mutes = self._mutes(lineup, request) if lineup.has_mutes else {}
+        if lineup.muted:
+            lineup = lineup.muting(self._mutes(lineup, request))
         if request.requires_exact:
-            inexact = (v.instance for v in lineup.views if v.trust is not Trust.exact)
-            doubtful = frozenset([*inexact, *mutes])
-            if len(doubtful) == len(lineup.views):
+            if len(lineup.doubtful) == len(lineup):
                 raise NoCandidate(request.model, "none of its workers is exact")
-            lineup = lineup.without(doubtful)
+            lineup = lineup.without(lineup.doubtful)
         if avoided:
             lineup = lineup.without(avoided)
         if hashed is not None:
             chains: tuple[bytes, ...] = (hashed.hashes,)
         else:
             chains = tuple(self._chain(key, request) for key in lineup.groups)
-        candidates = self._candidates(lineup, *self._found(chains, now), mutes, now)
-        return Gathered(lineup, candidates, chains, prompt_tokens, mutes)
+        slate = Slate(lineup, self._held(lineup, chains), prompt_tokens)
+        self._fill(slate, chains, now)
+        return Gathered(lineup, slate, chains)
 
     def _mutes(self, lineup: Lineup, request: ScoreRequest) -> dict[InstanceId, str]:
         """Return whose answer about the request's namespace is not all that it holds, and why.
 
         Hashes name no namespace: then any muted one of an instance may be meant.
         """
-        muted = [seat for seat in lineup.seats if seat.muted]
         if request.hashed is not None:
-            return {seat.instance: _muted_for(next(iter(seat.muted.values()))) for seat in muted}
+            return {
+                view.instance: _muted_for(next(iter(view.muted.values())))
+                for view, _ in lineup.muted
+            }
         roots = [self._hasher(key, request.cache_salt).root for key in lineup.groups]
         return {
-            seat.instance: _muted_for(seat.muted[roots[seat.group]])
-            for seat in muted
-            if roots[seat.group] in seat.muted
+            view.instance: _muted_for(view.muted[roots[group]])
+            for view, group in lineup.muted
+            if roots[group] in view.muted
         }
 
-    def _found(self, chains: tuple[bytes, ...], now: float) -> tuple[list[Held], dict[Life, int]]:
-        """Return what is held of each chain, and what is expected beyond it, in blocks."""
-        held: list[Held] = []
-        predicted: dict[Life, int] = {}
-        for chain in chains:
-            matches = self._index.match(chain)
-            held.append({match.instance: match.by_tier for match in matches})
-            if len(self._overlay):
-                num_held = {match.instance: match.num_blocks for match in matches}
-                predicted |= self._overlay.beyond(chain, num_held, now)
-        return held, predicted
+    def _fill(self, slate: Slate, chains: tuple[bytes, ...], now: float) -> None:
+        """Put in loads, and what is expected beyond what is held."""
+        lineup = slate.lineup
+        self._loads.fill(lineup.loads, now, slate.lines)
+        if len(self._overlay):
+            num_held = _NumHeld(lineup, slate.held)
+            for chain in chains:
+                for life, num_blocks in self._overlay.beyond(chain, num_held, now).items():
+                    instance, epoch = life
+                    line = lineup.line_of.get(instance)
+                    if line is not None and lineup.views[line].epoch == epoch:
+                        slate.lines[line, k.PREDICTED] = num_blocks
 
-    def _candidates(
-        self,
-        lineup: Lineup,
-        held: list[Held],
-        predicted: dict[Life, int],
-        mutes: Mapping[InstanceId, str],
-        now: float,
-    ) -> tuple[Candidate, ...]:
-        load_of = self._loads.of
-        candidates = []
-        for seat in lineup.seats:
-            instance, epoch, model, worker, rank, trust, group, block_tokens, kv_class, _ = seat
-            if mutes and instance in mutes and trust in _BETTER_THAN_DEGRADED:
-                trust = Trust.degraded
-            load = load_of(instance, epoch, model, now)
-            candidates.append(
-                Candidate(
-                    worker,
-                    rank,
-                    trust,
-                    group,
-                    block_tokens,
-                    kv_class,
-                    held[group].get(instance, NOTHING_HELD),
-                    predicted.get((instance, epoch), 0) if predicted else 0,
-                    load.in_flight,
-                    load.queued_ms,
-                    load.work_ms,
-                    load.compute_ms_per_token,
-                    load.pull_ms_per_token,
-                )
-            )
-        return tuple(candidates)
+    def _held(self, lineup: Lineup, chains: tuple[bytes, ...]) -> U32:
+        if len(chains) == 1:
+            return self._index.held(chains[0], lineup.rolls[0][0])
+        held = np.zeros((len(lineup), NUM_TIERS), np.uint32)
+        for chain, (roll, lines) in zip(chains, lineup.rolls, strict=True):
+            held[lines] = self._index.held(chain, roll)
+        return held
 
     def _lineup(self, model: str, lora: str | None) -> Lineup:
         if self._fleet_version != self._index.fleet_version:
@@ -278,95 +185,6 @@ class Candidates:
         return hasher
 
 
-def line_up(serving: Iterable[InstanceView], model: str, lora: str | None) -> Lineup:
-    """Sort out who may serve `model`, which may be an adapter's name.
-
-    Raises UnknownModel, InvalidRequest (an adapter that nobody has) and NoCandidate.
-    """
-    known = [(view, view.info) for view in serving if view.info is not None]
-    if not known:
-        raise UnknownModel(model)
-    able = [(view, info, key) for view, info in known if (key := _group_key(info, model, lora))]
-    if not able:
-        raise InvalidRequest("lora", "no worker of the model has this adapter")
-    chosen = [(view, info, key) for view, info, key in able if info.role is not Role.decode]
-    if not chosen:
-        raise NoCandidate(model, "all of its workers only decode")
-    groups: dict[GroupKey, int] = {}
-    kv_classes: dict[tuple[int, bytes], int] = {}
-    group_of, kv_class_of = [], []
-    for _, info, key in chosen:
-        group_of.append(group := groups.setdefault(key, len(groups)))
-        exchange = group, info.kv_fingerprint
-        kv_class_of.append(
-            kv_classes.setdefault(exchange, len(kv_classes) + 1) if info.kv_fingerprint else 0
-        )
-    return Lineup.of(
-        views=tuple(view for view, _, _ in chosen),
-        infos=tuple(info for _, info, _ in chosen),
-        groups=tuple(groups),
-        group_of=tuple(group_of),
-        kv_class_of=tuple(kv_class_of),
-    )
-
-
-def recorded_groups(
-    lineup: Lineup, chains: tuple[bytes, ...], salted: bool
-) -> tuple[ChainGroup, ...]:
-    """Return the groups as decisions keep them: without hashes if the prompt is salted."""
-    return tuple(
-        ChainGroup(
-            key.model,
-            key.descriptor.block_tokens,
-            key.descriptor.algorithm,
-            key.lora,
-            salted,
-            b"" if salted else chain,
-        )
-        for key, chain in zip(lineup.groups, chains, strict=True)
-    )
-
-
-def _group_key(info: WorkerInfo, model: str, lora: str | None) -> GroupKey | None:
-    """Return the namespace of a request at a worker, None if the worker lacks the adapter."""
-    if model in info.models:
-        if lora is not None and info.adapters.get(lora) not in info.models:
-            return None
-        return GroupKey(info.model, info.descriptor, lora)
-    if lora not in (None, model):
-        raise InvalidRequest("lora", "the model is an adapter itself")
-    return GroupKey(info.model, info.descriptor, model)
-
-
-def _muted_for(reason: str) -> str:
-    return f"namespace_muted: {reason}"
-
-
-def _may_name(descriptor: NamespaceDescriptor, prompt: HashedPrompt) -> bool:
-    return prompt.block_tokens in (None, descriptor.block_tokens) and (
-        prompt.algorithm in (None, descriptor.algorithm)
-    )
-
-
-def _unclear(
-    groups: Iterable[GroupKey], meant: Iterable[GroupKey], prompt: HashedPrompt
-) -> InvalidRequest:
-    """Return what is wrong with hashes that no group, or more than one, may have named."""
-    known = ", ".join(
-        f"{key.descriptor.block_tokens} ({key.descriptor.algorithm})" for key in groups
-    )
-    sizes = {key.descriptor.block_tokens for key in meant}
-    algorithms = {key.descriptor.algorithm for key in meant}
-    if not sizes:
-        field = "algorithm" if prompt.block_tokens is None else "block_tokens"
-        return InvalidRequest(field, f"no worker names blocks so; known block sizes: {known}")
-    if len(sizes) > 1:
-        return InvalidRequest("block_tokens", f"expected one of several block sizes: {known}")
-    if len(algorithms) > 1:
-        return InvalidRequest("algorithm", f"expected one of several: {known}")
-    return InvalidRequest("model", "its workers name blocks after several models: ask for one")
-
-
 def _prompt_tokens(prompt: HashedPrompt, descriptor: NamespaceDescriptor) -> int:
     """Return the prompt's length, which its full blocks are a part of."""
     in_blocks = prompt.num_blocks * descriptor.block_tokens
@@ -376,3 +194,7 @@ def _prompt_tokens(prompt: HashedPrompt, descriptor: NamespaceDescriptor) -> int
         problem = f"{prompt.num_tokens}, less than the {in_blocks} of the hashed blocks"
         raise InvalidRequest("num_tokens", problem)
     return prompt.num_tokens
+
+
+def _muted_for(reason: str) -> str:
+    return f"namespace_muted: {reason}"

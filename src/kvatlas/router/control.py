@@ -111,8 +111,9 @@ def control_routes(
         "/readyz", summary="The index has caught up", responses=_json_of(Readiness, problems=[503])
     )
     async def readyz() -> Response:
-        feed, age = service.feed, _age(service)
+        feed = service.feed
         if feed.is_ready:
+            age = _age(service)
             return _json(Readiness("ready", age.stream_sequence, age.index_age_ms, age.connected))
         why = problem(503, feed.why_not_ready)
         return Response(why.encoded(), 503, headers_of(503), MEDIA_TYPE)
@@ -182,7 +183,7 @@ def _age(service: RouterService) -> IndexAge:
 
 
 def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
-    info, load = view.info, service.load_of(view.instance)
+    info, load = view.info, service.load_of(view.instance, view.epoch)
     return WorkerAnswer(
         worker=view.instance.worker,
         rank=view.instance.rank,
@@ -203,7 +204,7 @@ def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
         block_tokens=info.descriptor.block_tokens if info else 0,
         hash_algorithm=info.descriptor.algorithm if info else "",
         role=info.role if info else "",
-        last_event_age_ms=max((time.time_ns() - view.last_event_ns) / 1e6, 0.0),
+        last_event_age_ms=_age_ms(view.last_event_ns),
         load=None if load is None else _load(load),
         replaced=_replaced(view),
         muted_namespaces={root.hex(): why for root, why in sorted(view.muted.items())},
@@ -212,7 +213,13 @@ def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
 
 def _replaced(view: InstanceView) -> ReplacedAnswer | None:
     was = view.replaced
-    return None if was is None else ReplacedAnswer(was.epoch, was.base_url)
+    return (
+        None if was is None else ReplacedAnswer(was.epoch, was.base_url, _age_ms(was.last_event_ns))
+    )
+
+
+def _age_ms(broker_ns: int) -> float:
+    return max((time.time_ns() - broker_ns) / 1e6, 0.0)
 
 
 def _load(load: Load) -> LoadAnswer:

@@ -9,21 +9,20 @@ prediction end there and never add up. Pure: callers pass the time in seconds of
 """
 
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
+from kvatlas.indexer.kernel import IS_COMPILED
+from kvatlas.router import price_kernel as k
+from kvatlas.router.load_table import MAX_EPOCH, LoadTable, Rate, WorkerLoad
 from kvatlas.router.requests import Report
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import RouterSettings
 
-#: tokens that a prior counts for, against those of reports
-PRIOR_TOKENS = 2_000.0
-#: part by which each report replaces what was known before
-LEARNING_RATE = 0.1
-#: a single report moves a rate by at most this factor
-MAX_SURPRISE = 16.0
 #: reports of less tell the overhead of a step, not a rate
 MIN_LEARNT_TOKENS = 32
 MAX_REQUESTS = 1_000_000
@@ -39,22 +38,31 @@ class Load(Struct, frozen=True, gc=False):
     pull_ms_per_token: float
 
 
-class Rate:
-    """Milliseconds per token, learnt from reports that are weighted by their tokens."""
+class Asked(NamedTuple):
+    """An instance whose load is asked for, and the model that it serves."""
 
-    def __init__(self, ms_per_token: float) -> None:
-        #: the present estimate
-        self.ms_per_token = ms_per_token
-        self._tokens = PRIOR_TOKENS
-        self._ms = PRIOR_TOKENS * ms_per_token
+    instance: InstanceId
+    epoch: int
+    model: str
 
-    def learn(self, tokens: int, ms: float) -> None:
-        """Take a report in."""
-        known = self.ms_per_token * tokens
-        ms = min(max(ms, known / MAX_SURPRISE), known * MAX_SURPRISE)
-        self._tokens += LEARNING_RATE * (tokens - self._tokens)
-        self._ms += LEARNING_RATE * (ms - self._ms)
-        self.ms_per_token = self._ms / self._tokens
+
+class LoadRoll:
+    """Instances whose loads are asked for together, and their rows, which are found once."""
+
+    def __init__(self, asked: Iterable[Asked]) -> None:
+        self.asked = tuple(asked)
+        self.epochs = _fixed([min(each.epoch, MAX_EPOCH) for each in self.asked])
+        #: who found the rows, and as of which version of it
+        self.placed_by: object = None
+        self.version = -1
+        self.rows = _fixed([])
+
+
+def _fixed(numbers: Sequence[int]) -> k.I64:
+    """Return numbers as kernels want their input."""
+    made = np.array(numbers, np.int64)
+    made.flags.writeable = False
+    return made
 
 
 class _Model:
@@ -63,47 +71,6 @@ class _Model:
     def __init__(self, settings: RouterSettings) -> None:
         self.compute = Rate(1000 / settings.prefill_tokens_per_second)
         self.pull = Rate(1000 / settings.pull_tokens_per_second)
-
-
-class _Worker:
-    def __init__(self, epoch: int, model: str, prior: _Model, work_ms: float, now: float) -> None:
-        self.epoch, self.model = epoch, model
-        self.in_flight = 0
-        self.given_ms = self.drained_ms = 0.0
-        #: end_ms of the newest request whose prefill is reported; `drained` is exact up to here
-        self.reported_ms = 0.0
-        self.work_ms = work_ms
-        self.as_of = self.seen_at = now
-        self.compute = Rate(prior.compute.ms_per_token)
-        self.pull = Rate(prior.pull.ms_per_token)
-
-    @property
-    def load(self) -> Load:
-        """The load as of the last advance."""
-        return Load(
-            self.in_flight,
-            self.given_ms - self.drained_ms,
-            self.work_ms,
-            self.compute.ms_per_token,
-            self.pull.ms_per_token,
-        )
-
-    def restart(self, epoch: int) -> None:
-        """Forget the requests of an earlier incarnation; what it had to do died with it."""
-        self.epoch = epoch
-        self.in_flight = 0
-        self.given_ms = self.drained_ms = self.reported_ms = 0.0
-
-    def advance(self, now: float, half_life_seconds: float) -> None:
-        """Let the time pass: the queue drains, old work fades."""
-        seconds = now - self.as_of
-        if seconds <= 0.0:
-            return
-        self.as_of = now
-        if self.drained_ms < self.given_ms:
-            self.drained_ms = min(self.given_ms, self.drained_ms + 1000 * seconds)
-        if self.work_ms:
-            self.work_ms *= 0.5 ** (seconds / half_life_seconds)
 
 
 class _Request(Struct):
@@ -133,7 +100,10 @@ class Loads:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._models: dict[str, _Model] = {}
-        self._workers: dict[InstanceId, _Worker] = {}
+        self._table = LoadTable()
+        self._workers: dict[InstanceId, WorkerLoad] = {}
+        #: rises whenever an instance loses its row
+        self._version = 0
         #: by time of the last sign of life, oldest first
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self.num_expired = 0
@@ -155,20 +125,47 @@ class Loads:
         """
         worker = self._workers.get(instance)
         if worker is None or worker.model != model:
-            worker = self._join(instance, epoch, model, now)
-        elif epoch > worker.epoch:
+            self._join([Asked(instance, epoch, model)], now)
+            worker = self._workers[instance]
+        elif min(epoch, MAX_EPOCH) > worker.epoch:
             worker.restart(epoch)
         worker.advance(now, self._settings.work_half_life_seconds)
         worker.seen_at = now
-        return worker.load
+        return _load(worker)
 
-    def known(self, instance: InstanceId, now: float) -> Load | None:
-        """Return the load of an instance, None if it was never a candidate or long ago."""
+    def fill(self, roll: LoadRoll, now: float, slate: k.F64) -> None:
+        """Do `of` for each instance on the roll; put the loads into its lines of a slate.
+
+        Nothing is predicted in them yet. O(roll), and compiled.
+        """
+        if roll.placed_by is not self or roll.version != self._version:
+            self._place(roll, now)
+        if IS_COMPILED:
+            half_life = self._settings.work_half_life_seconds
+            table = self._table
+            k.fill_loads(slate, table.lines, table.epochs, roll.rows, roll.epochs, now, half_life)
+            return
+        for line, asked in enumerate(roll.asked):
+            load = self.of(*asked, now)
+            slate[line, k.PREDICTED : k.NUM_ASKED] = (
+                0.0,
+                load.in_flight,
+                load.queued_ms,
+                load.work_ms,
+                load.compute_ms_per_token,
+                load.pull_ms_per_token,
+            )
+
+    def known(self, instance: InstanceId, now: float, epoch: int = 0) -> Load | None:
+        """Return the load of an instance, None if it was never a candidate or long ago.
+
+        What an epoch before `epoch` had to do died with it.
+        """
         worker = self._workers.get(instance)
-        if worker is None:
+        if worker is None or worker.epoch < epoch:
             return None
         worker.advance(now, self._settings.work_half_life_seconds)
-        return worker.load
+        return _load(worker)
 
     def routed(
         self,
@@ -185,7 +182,7 @@ class Loads:
         """
         self.expire(now)
         worker = self._workers[instance]
-        compute_ms = plan.compute_tokens * worker.compute.ms_per_token
+        compute_ms = plan.compute_tokens * worker.compute_ms_per_token
         worker.in_flight += 1
         worker.given_ms += compute_ms + transfer_ms
         worker.work_ms += compute_ms
@@ -256,22 +253,50 @@ class Loads:
                 worker.in_flight -= 1
         if now - self._swept_at > timeout:
             self._swept_at = now
-            self._workers = {
-                instance: worker
+            unseen = [
+                instance
                 for instance, worker in self._workers.items()
-                if worker.seen_at + timeout > now or worker.in_flight
-            }
+                if worker.seen_at + timeout <= now and not worker.in_flight
+            ]
+            for instance in unseen:
+                self._leave(instance)
 
-    def _join(self, instance: InstanceId, epoch: int, model: str, now: float) -> _Worker:
-        prior = self._models.setdefault(model, _Model(self._settings))
-        others = [w for w in self._workers.values() if w.model == model]
+    def _place(self, roll: LoadRoll, now: float) -> None:
+        """Have a row for each instance on the roll."""
+        new = [
+            asked
+            for asked in roll.asked
+            if (known := self._workers.get(asked.instance)) is None or known.model != asked.model
+        ]
+        if new:
+            self._join(new, now)
+        roll.rows = _fixed([self._workers[asked.instance].row for asked in roll.asked])
+        roll.placed_by, roll.version = self, self._version
+
+    def _join(self, new: Iterable[Asked], now: float) -> None:
+        """Give rows to instances that have none for their model."""
+        means: dict[str, float] = {}
+        for instance, epoch, model in new:
+            if instance in self._workers:
+                self._leave(instance)
+            prior = self._models.setdefault(model, _Model(self._settings))
+            if model not in means:
+                means[model] = self._mean_work_ms(model, now)
+            rates = prior.compute.ms_per_token, prior.pull.ms_per_token
+            worker = self._workers[instance] = WorkerLoad(self._table, epoch, model, rates)
+            worker.work_ms, worker.as_of, worker.seen_at = means[model], now, now
+
+    def _mean_work_ms(self, model: str, now: float) -> float:
+        others = [worker for worker in self._workers.values() if worker.model == model]
         for other in others:
             other.advance(now, self._settings.work_half_life_seconds)
-        mean_ms = sum(w.work_ms for w in others) / len(others) if others else 0.0
-        worker = self._workers[instance] = _Worker(epoch, model, prior, mean_ms, now)
-        return worker
+        return sum(worker.work_ms for worker in others) / len(others) if others else 0.0
 
-    def _worker_of(self, request: _Request) -> _Worker | None:
+    def _leave(self, instance: InstanceId) -> None:
+        self._version += 1
+        self._table.give_back(self._workers.pop(instance).row)
+
+    def _worker_of(self, request: _Request) -> WorkerLoad | None:
         worker = self._workers.get(request.instance)
         return worker if worker and worker.epoch == request.epoch else None
 
@@ -296,30 +321,41 @@ class Loads:
             self._learn(worker, request, report, computed_tokens)
 
     def _learn(
-        self, worker: _Worker, request: _Request, report: Report, computed_tokens: int
+        self, worker: WorkerLoad, request: _Request, report: Report, computed_tokens: int
     ) -> None:
         model = self._models[worker.model]
-        actual_ms = computed_tokens * worker.compute.ms_per_token
+        actual_ms = computed_tokens * worker.compute_ms_per_token
         worker.work_ms = max(worker.work_ms + actual_ms - request.compute_ms, 0.0)
         if report.prefill_ms and computed_tokens >= MIN_LEARNT_TOKENS:
-            worker.compute.learn(computed_tokens, report.prefill_ms)
+            worker.learn_compute(computed_tokens, report.prefill_ms)
             model.compute.learn(computed_tokens, report.prefill_ms)
         pulled_tokens = (report.pulled_blocks or 0) * request.block_tokens
         pulled_tokens = min(pulled_tokens, request.num_tokens)
         if report.pull_ms and pulled_tokens >= MIN_LEARNT_TOKENS:
             moving_ms = max(report.pull_ms - self._settings.pull_fixed_ms, 0.0)
-            worker.pull.learn(pulled_tokens, moving_ms)
+            worker.learn_pull(pulled_tokens, moving_ms)
             model.pull.learn(pulled_tokens, moving_ms)
 
 
-def _withdraw(worker: _Worker, request: _Request) -> None:
+def _load(worker: WorkerLoad) -> Load:
+    """Return the load as of the last advance."""
+    return Load(
+        int(worker.in_flight),
+        worker.given_ms - worker.drained_ms,
+        worker.work_ms,
+        worker.compute_ms_per_token,
+        worker.pull_ms_per_token,
+    )
+
+
+def _withdraw(worker: WorkerLoad, request: _Request) -> None:
     """Take back what a failed request would still have cost."""
     ahead_ms = min(max(request.end_ms - worker.drained_ms, 0.0), request.predicted_ms)
     worker.given_ms -= ahead_ms
     worker.work_ms = max(worker.work_ms - ahead_ms, 0.0)
 
 
-def _correct_queue(worker: _Worker, end_ms: float, ended_at: float | None, now: float) -> None:
+def _correct_queue(worker: WorkerLoad, end_ms: float, ended_at: float | None, now: float) -> None:
     """Set how far the worker has got: prefills end in order, so this one's end is a known place.
 
     Without the time of the end it only says that the worker is at least that far.

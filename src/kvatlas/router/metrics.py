@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +24,10 @@ SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-
 #: of convergence_ms, as Prometheus names them
 QUANTILES = {"p50": "0.5", "p99": "0.99", "max": "1"}
 RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 8, 16)
+
+
+# when a counter began is in no rule and on no page, and doubles what is scraped
+disable_created_metrics()
 
 
 class RouterMetrics:
@@ -251,7 +255,7 @@ class StateCollector(Collector):
             for tier, counts in view.divergent.items():
                 for side, count in zip(("worker", "index"), counts, strict=True):
                     divergent.add_metric([*where, tier.name, side], count)
-            if load := self._service.load_of(view.instance):
+            if load := self._service.load_of(view.instance, view.epoch):
                 in_flight.add_metric(where, load.in_flight)
                 queued.add_metric(where, load.queued_ms / 1000)
                 work.add_metric(where, load.work_ms / 1000)

@@ -113,7 +113,10 @@ class Overlay:
         )
         found: dict[Life, tuple[_Entry, int]] = {}
         for at in range(known - 1, -1, -1):
-            for life, entries in self._marks[_hash_at(chain, marks[at])].items():
+            lives = self._marks[_hash_at(chain, marks[at])]
+            if len(lives) == len(found):
+                continue  # those of the deeper marks: an entry has all the marks above its own
+            for life, entries in lives.items():
                 if life not in found:
                     found[life] = entries[-1], marks[at]
         return found

@@ -1,13 +1,15 @@
 """How the chosen candidate gets the KV of a prompt: reuse, pull from peers, compute."""
 
+from collections.abc import Iterable, Mapping
+from heapq import nsmallest
 from typing import Protocol
 
-from kvatlas.router.candidates import Lineup
+from kvatlas.router.lineup import Lineup
 from kvatlas.router.policies.policy import draw, lightest
 from kvatlas.router.pricing import OWNER_TRUST, Price
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
-from kvatlas.schemas.routing import Candidate, Plan, PullStep, Question
+from kvatlas.schemas.routing import Plan, PullStep, Question
 from kvatlas.schemas.settings import RouterSettings
 
 #: an owner of at least this part of the longest pull may be taken for its lower load
@@ -24,6 +26,71 @@ class Holders(Protocol):
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         """Return who holds one block, and where."""
         ...
+
+
+class Peers(Protocol):
+    """The candidates of a request as a plan asks about them, by position; a Slate is one."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+    def block_tokens(self, position: int, /) -> int:
+        """Return the size of a candidate's blocks."""
+        ...
+
+    def instance(self, position: int, /) -> InstanceId:
+        """Return who a candidate is."""
+        ...
+
+    def owners(self, chosen: int, first: int, /) -> dict[int, int]:
+        """Return who may lend to the chosen one more than `first` blocks, and how many."""
+        ...
+
+    def lightest(self, positions: Iterable[int], /) -> int:
+        """Return the one with the least load; ties are drawn."""
+        ...
+
+    def next_best(self, owners: Mapping[int, int], count: int, /) -> list[int]:
+        """Return those with the most blocks, the less queued first; ties are drawn."""
+        ...
+
+
+class AskedPeers:
+    """The candidates of a question."""
+
+    def __init__(self, question: Question) -> None:
+        self._question, self._candidates = question, question.candidates
+        self.prompt_tokens = question.prompt_tokens
+
+    def block_tokens(self, position: int) -> int:
+        return self._candidates[position].block_tokens
+
+    def instance(self, position: int) -> InstanceId:
+        return self._candidates[position].instance
+
+    def owners(self, chosen: int, first: int) -> dict[int, int]:
+        puller = self._candidates[chosen]
+        return {
+            position: sum(owner.held)
+            for position, owner in enumerate(self._candidates)
+            if position != chosen
+            and owner.kv_class == puller.kv_class
+            and owner.trust in OWNER_TRUST
+            and sum(owner.held) > first
+        }
+
+    def lightest(self, positions: Iterable[int]) -> int:
+        return lightest(self._question, positions)
+
+    def next_best(self, owners: Mapping[int, int], count: int) -> list[int]:
+        def rank(position: int) -> tuple[int, float, int]:
+            candidate = self._candidates[position]
+            lot = draw(self._question.seed, candidate)
+            return -owners[position], candidate.queued_ms, lot
+
+        return nsmallest(count, owners, key=rank)
 
 
 class Lenders:
@@ -47,8 +114,9 @@ class Lenders:
 
         `owners` has the ends of their matches. Those with nothing to lend are left out.
         """
-        infos, views = self._lineup.infos, self._lineup.views
-        asked = {at: frozenset(infos[at].leasable_tiers) for at in owners}
+        if self._lineup.lends_everything:
+            return {at: owned for at, owned in owners.items() if owned > first}
+        asked, views = self._lineup.leasable, self._lineup.views
         lending = {views[at].instance: at for at in owners if len(asked[at]) < NUM_TIERS}
         ends = {at: owned for at, owned in owners.items() if len(asked[at]) == NUM_TIERS}
         block, num_left = first, MAX_LOOKED_AT
@@ -69,7 +137,7 @@ class Lenders:
 
 
 def plan_for(
-    question: Question,
+    asked: Question | Peers,
     chosen: int,
     price: Price,
     settings: RouterSettings,
@@ -79,60 +147,42 @@ def plan_for(
 
     Without `lenders`, all that owners hold is taken as theirs to lend.
     """
-    candidate = question.candidates[chosen]
+    peers: Peers = AskedPeers(asked) if isinstance(asked, Question) else asked
     pulls: tuple[PullStep, ...] = ()
     if price.pull_end:
-        pulls = _pulls(question, chosen, price, settings, lenders)
+        pulls = _pulls(peers, chosen, price, settings, lenders)
     present = price.reuse_blocks + sum(step.num_blocks for step in pulls)
+    block_tokens = peers.block_tokens(chosen)
     return Plan(
-        block_tokens=candidate.block_tokens,
+        block_tokens=block_tokens,
         reuse_blocks=price.reuse_blocks,
         pulls=pulls,
-        compute_tokens=max(question.prompt_tokens - present * candidate.block_tokens, 1),
+        compute_tokens=max(peers.prompt_tokens - present * block_tokens, 1),
     )
 
 
 def _pulls(
-    question: Question,
-    chosen: int,
-    price: Price,
-    settings: RouterSettings,
-    lenders: Lenders | None,
+    peers: Peers, chosen: int, price: Price, settings: RouterSettings, lenders: Lenders | None
 ) -> tuple[PullStep, ...]:
     """Pull from a little loaded owner of nearly all, then what is left from the longest one."""
-    puller = question.candidates[chosen]
     first, end = price.reuse_blocks, price.pull_end
-    owners = {
-        position: sum(owner.held)
-        for position, owner in enumerate(question.candidates)
-        if position != chosen
-        and owner.kv_class == puller.kv_class
-        and owner.trust in OWNER_TRUST
-        and sum(owner.held) > first
-    }
+    owners = peers.owners(chosen, first)
     if lenders is not None:
         owners = lenders.cut(owners, first, end)
     end = min(end, max(owners.values(), default=0))
     steps: list[PullStep] = []
     share = NEARLY_ALL
     while first < end and len(steps) < MAX_PULL_STEPS:
-        if (end - first) * puller.block_tokens < settings.min_pull_tokens:
+        if (end - first) * peers.block_tokens(chosen) < settings.min_pull_tokens:
             break
         enough = first + share * (end - first)
-        owner = lightest(question, (at for at, blocks in owners.items() if blocks >= enough))
-        steps.append(_step(question, owners, owner, first, min(owners[owner], end)))
+        owner = peers.lightest(at for at, blocks in owners.items() if blocks >= enough)
+        steps.append(_step(peers, owners, owner, first, min(owners[owner], end)))
         first, share = steps[-1].first_block + steps[-1].num_blocks, 1.0
     return tuple(steps)
 
 
-def _step(question: Question, owners: dict[int, int], owner: int, first: int, end: int) -> PullStep:
-    def rank(position: int) -> tuple[int, float, int]:
-        candidate = question.candidates[position]
-        return -owners[position], candidate.queued_ms, draw(question.seed, candidate)
-
-    others = sorted((at for at in owners if at != owner and owners[at] > first), key=rank)
-    taken: Candidate = question.candidates[owner]
-    fallbacks: tuple[InstanceId, ...] = tuple(
-        question.candidates[at].instance for at in others[:MAX_FALLBACKS]
-    )
-    return PullStep(taken.worker, taken.rank, first, end - first, fallbacks)
+def _step(peers: Peers, owners: dict[int, int], owner: int, first: int, end: int) -> PullStep:
+    others = {at: owned for at, owned in owners.items() if at != owner and owned > first}
+    fallbacks = tuple(peers.instance(at) for at in peers.next_best(others, MAX_FALLBACKS))
+    return PullStep(*peers.instance(owner), first, end - first, fallbacks)

@@ -8,7 +8,9 @@
     compute    the remaining tokens
     balance    surplus of cumulative work over the mean of the candidates
 
-The terms add up to the cost. Pure: all inputs are in the question and the settings.
+The terms add up to the cost, from the first to the last. Pure: all inputs are in the question and
+the settings. price_kernel.py is the same over columns, as fast as a fleet may be large; a property
+test walks both.
 """
 
 from math import fsum
@@ -124,7 +126,15 @@ def _price(
         pulled_tokens = (pull_end - reuse_blocks) * block_tokens
         pull_ms = settings.pull_fixed_ms + c.pull_ms_per_token * pulled_tokens
     terms = (wait, tier_load, predicted, trust, pulled, rest, balance)
-    return Price(sum(terms), terms, reuse_blocks, pull_end, pull_ms)
+    return Price(_total(terms), terms, reuse_blocks, pull_end, pull_ms)
+
+
+def _total(terms: tuple[float, ...]) -> float:
+    """Return what a decision made again adds up to as well: `sum` rounds as each Python likes."""
+    total = 0.0
+    for term in terms:
+        total += term
+    return total
 
 
 def _held_terms(
@@ -172,6 +182,19 @@ def _longest_owners(candidates: tuple[Candidate, ...]) -> dict[int, _Longest]:
         elif blocks > known.next_blocks:
             owners[c.kv_class] = known._replace(next_blocks=blocks)
     return owners
+
+
+def knobs(settings: RouterSettings) -> tuple[float, ...]:
+    """Return the settings that prices depend on, as price_kernel knows them."""
+    return (
+        settings.load_window_ms,
+        settings.balance_weight,
+        settings.pull_weight,
+        settings.pull_fixed_ms,
+        settings.degraded_match_share,
+        settings.predicted_match_share,
+        *_tier_prices(settings),
+    )
 
 
 def _tier_prices(settings: RouterSettings) -> tuple[float, ...]:

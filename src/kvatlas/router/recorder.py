@@ -2,10 +2,13 @@
 
 import asyncio
 from collections import OrderedDict, deque
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
+
+import msgspec
 
 from kvatlas.events.bus import Publisher
 from kvatlas.events.subjects import decisions_subject
+from kvatlas.router.slate import LateQuestion
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.routing import Decision, encode_decision
 from kvatlas.schemas.settings import RouterSettings
@@ -24,13 +27,33 @@ class DecisionLog(Protocol):
         """Decisions that will never be in the log."""
         ...
 
-    def record(self, decision: Decision) -> None:
-        """Take a decision. Returns at once; what does not fit is dropped and counted."""
+    def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
+        """Take a decision. Returns at once; what does not fit is dropped and counted.
+
+        `question` makes that of the decision when somebody looks at it, if it is not in it yet.
+        """
         ...
 
     def find(self, decision_id: str) -> Decision | None:
-        """Return a recent decision."""
+        """Return a recent decision, whole."""
         ...
+
+    def outline(self, decision_id: str) -> Decision | None:
+        """Return a recent decision, maybe without the candidates of its question. O(1)."""
+        ...
+
+
+class Recorded(NamedTuple):
+    """A decision, and what makes its question if it has none yet."""
+
+    outline: Decision
+    question: LateQuestion | None
+
+    def whole(self) -> Decision:
+        """Return the decision with its question. O(candidates)."""
+        if self.question is None:
+            return self.outline
+        return msgspec.structs.replace(self.outline, question=self.question())
 
 
 class MemoryDecisionLog:
@@ -40,18 +63,23 @@ class MemoryDecisionLog:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._limit = settings.max_kept_decisions
-        self._kept: OrderedDict[str, Decision] = OrderedDict()
+        self._kept: OrderedDict[str, Recorded] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def record(self, decision: Decision) -> None:
-        self._kept[decision.id] = decision
+    def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
+        self._kept[decision.id] = Recorded(decision, question)
         if len(self._kept) > self._limit:
             self._kept.popitem(last=False)
 
     def find(self, decision_id: str) -> Decision | None:
-        return self._kept.get(decision_id)
+        found = self._kept.get(decision_id)
+        return found and found.whole()
+
+    def outline(self, decision_id: str) -> Decision | None:
+        found = self._kept.get(decision_id)
+        return found and found.outline
 
 
 class StreamDecisionLog:
@@ -67,7 +95,7 @@ class StreamDecisionLog:
         self._publisher, self._drain_seconds = publisher, drain_seconds
         self._limit = settings.max_unrecorded_decisions
         self._kept = MemoryDecisionLog(settings)
-        self._waiting: deque[Decision] = deque()
+        self._waiting: deque[Recorded] = deque()
         self._arrived = asyncio.Event()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
@@ -82,16 +110,19 @@ class StreamDecisionLog:
     def num_dropped(self) -> int:
         return self._num_dropped
 
-    def record(self, decision: Decision) -> None:
-        self._kept.record(decision)
+    def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
+        self._kept.record(decision, question)
         if len(self._waiting) >= self._limit or self._is_closing:
             self._num_dropped += 1
             return
-        self._waiting.append(decision)
+        self._waiting.append(Recorded(decision, question))
         self._arrived.set()
 
     def find(self, decision_id: str) -> Decision | None:
         return self._kept.find(decision_id)
+
+    def outline(self, decision_id: str) -> Decision | None:
+        return self._kept.outline(decision_id)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run(), name="decision log")
@@ -115,7 +146,7 @@ class StreamDecisionLog:
             await self._arrived.wait()
             self._arrived.clear()
             while self._waiting:
-                await self._publish(self._waiting[0])
+                await self._publish(self._waiting[0].whole())
                 self._waiting.popleft()
             if self._is_closing:
                 await self._flush()

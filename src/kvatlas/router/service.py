@@ -1,6 +1,6 @@
 """Scores and routes requests: gathers candidates, asks the policy, remembers what it gave to whom.
 
-    request --Candidates.gather--> Question --Policy.choose--> Choice --plan_for--> Decision
+    request --Candidates.gather--> Slate --policies.pick--> Pick --plan_for--> Decision
                  index, Loads, Overlay                            `--> Loads, Overlay, DecisionLog
 
 Synchronous, on one thread, without I/O: an answer stands on one state of the index.
@@ -9,13 +9,12 @@ Synchronous, on one thread, without I/O: an answer stands on one state of the in
 import os
 import time
 from collections.abc import Callable
-from heapq import nsmallest
 from random import Random
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvatlas.indexer import prompt_kernel
+from kvatlas.indexer import kernel, prompt_kernel
 from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.service import Lag
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
@@ -24,10 +23,10 @@ from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Load, Loads
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.plans import Lenders, plan_for
-from kvatlas.router.policies import Choice, Policy, policy_named
-from kvatlas.router.pricing import NOTHING_HELD, TERMS
+from kvatlas.router.policies import Choice, Pick, Policy, picker, policy_named
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
 from kvatlas.router.requests import Report, ScoreRequest
+from kvatlas.router.scores import scores_of
 from kvatlas.router.signals import (
     MAX_CHAIN_BYTES,
     TIME_DIGITS,
@@ -37,23 +36,16 @@ from kvatlas.router.signals import (
     Signal,
     new_router_id,
 )
+from kvatlas.router.slate import Slate
 from kvatlas.router.transfer_params import transfer_params
 from kvatlas.schemas.errors import NoCandidate, PromptTooLarge, UnknownDecision, UnknownModel
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.routing import (
-    DECISION_VERSION,
-    Candidate,
-    CandidateScore,
-    Decision,
-    Plan,
-    Question,
-)
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import DECISION_VERSION, Decision, Plan, Question
 from kvatlas.schemas.settings import RouterSettings
 
 #: candidates whose part of the question a decision keeps; beyond it only the cheapest
 MAX_RECORDED_CANDIDATES = 256
-TIER_NAMES = tuple(tier.name for tier in Tier)
 #: the settings that a policy's choice depends on
 POLICY_SETTINGS = (
     "load_window_ms",
@@ -100,6 +92,7 @@ class IndexFeed(Protocol):
 class Outcome(NamedTuple):
     """A report taken in: `applied` is False when the request no longer counted."""
 
+    #: without the candidates of its question
     decision: Decision | None
     applied: bool
 
@@ -150,9 +143,11 @@ class RouterService:
         router_id: str = "",
     ) -> None:
         prompt_kernel.warm()
+        kernel.warm()
         self.settings = settings or RouterSettings()
         self.index, self.feed = index, feed
         self.policy = policy or policy_named(self.settings.policy, self.settings)
+        self._pick = picker(self.policy)
         self.loads = Loads(self.settings)
         self.overlay = Overlay(self.settings.predicted_seconds)
         self.failures = Failures(
@@ -171,16 +166,16 @@ class RouterService:
         self._recorded_settings = recorded_settings(self.settings)
 
     def score(self, request: ScoreRequest) -> ScoreAnswer:
-        gathered, question = self._ask(request, self._clock())
-        choice = self.policy.choose(question)
+        slate = self._ask(request, self._clock()).slate
+        chosen = self._pick(slate).chosen
         count = request.max_candidates or self.settings.max_candidates
         return ScoreAnswer(
             model=request.model,
-            prompt_tokens=question.prompt_tokens,
+            prompt_tokens=slate.prompt_tokens,
             policy=self.policy.name,
-            chosen=question.candidates[choice.chosen].instance,
-            candidates=_cheapest(gathered, choice, count),
-            num_candidates=len(question.candidates),
+            chosen=slate.instance(chosen),
+            candidates=scores_of(slate, slate.cheapest(count)),
+            num_candidates=len(slate),
             stream_sequence=self.index.stream_sequence,
             index_age_ms=1000 * self.feed.lag.seconds_since_contact,
             connected=self.feed.connected,
@@ -188,21 +183,26 @@ class RouterService:
 
     def route(self, request: ScoreRequest) -> RouteAnswer:
         now = self._clock()
-        gathered, question = self._ask(request, now)
-        choice = self.policy.choose(question)
-        price = choice.prices[choice.chosen]
-        candidate = question.candidates[choice.chosen]
-        lenders = Lenders(self.index, gathered.lineup, gathered.chains[candidate.group])
-        plan = plan_for(question, choice.chosen, price, self.settings, lenders)
-        decision = self._decision(request, gathered, question, choice, plan)
-        self._turns[request.model] = question.turn + 1
-        instance, epoch = candidate.instance, gathered.lineup.views[choice.chosen].epoch
-        transfer_ms, chain = price.terms[1] + price.pull_ms, gathered.chains[candidate.group]
+        gathered = self._ask(request, now)
+        lineup, slate = gathered.lineup, gathered.slate
+        taken = self._pick(slate)
+        price = slate.price_of(taken.chosen)
+        chain = gathered.chains[lineup.group_of[taken.chosen]]
+        plan = plan_for(
+            slate, taken.chosen, price, self.settings, Lenders(self.index, lineup, chain)
+        )
+        question, is_complete = slate.recorded(taken.chosen, MAX_RECORDED_CANDIDATES)
+        decision = self._decision(request, gathered, taken, plan, is_complete)
+        self._turns[request.model] = slate.turn + 1
+        instance, epoch = slate.instance(taken.chosen), lineup.views[taken.chosen].epoch
+        transfer_ms = price.terms[1] + price.pull_ms
         self.loads.routed(decision.id, instance, plan, transfer_ms, now)
         self.overlay.expect(decision.id, (instance, epoch), chain, now)
         known = chain[:MAX_CHAIN_BYTES]
-        self.say(Routed(decision.id, request.model, *instance, epoch, plan, transfer_ms, known))
-        self.log.record(decision)
+        # not by the name in the request: loads belong to the worker's own model
+        model = lineup.infos[taken.chosen].model
+        self.say(Routed(decision.id, model, *instance, epoch, plan, transfer_ms, known))
+        self.log.record(decision, question)
         count = request.max_candidates or self.settings.max_candidates
         chosen = decision.chosen
         return RouteAnswer(
@@ -217,7 +217,7 @@ class RouterService:
             prompt_tokens=decision.prompt_tokens,
             expected_ttft_ms=chosen.expected_ttft_ms,
             plan=plan,
-            kv_transfer_params=transfer_params(decision.id, plan, gathered.lineup, choice.chosen),
+            kv_transfer_params=transfer_params(decision.id, plan, lineup, taken.chosen),
             candidates=decision.candidates[:count],
             num_candidates=decision.num_candidates,
             reasons=decision.reasons,
@@ -245,12 +245,12 @@ class RouterService:
             raise UnknownDecision(decision_id)
         return found
 
-    def load_of(self, instance: InstanceId) -> Load | None:
+    def load_of(self, instance: InstanceId, epoch: int = 0) -> Load | None:
         """Return the load of an instance as of now, None if it was no candidate lately."""
-        return self.loads.known(instance, self._clock())
+        return self.loads.known(instance, self._clock(), epoch)
 
     def _outcome(self, decision_id: str, report: Report, applied: bool) -> Outcome:
-        decision = self.log.find(decision_id)
+        decision = self.log.outline(decision_id)
         if decision is None and not applied:
             raise UnknownDecision(decision_id)
         if report.failed:
@@ -263,34 +263,33 @@ class RouterService:
                 self.failures.succeeded(instance)
         return Outcome(decision, applied)
 
-    def _ask(self, request: ScoreRequest, now: float) -> tuple[Gathered, Question]:
+    def _ask(self, request: ScoreRequest, now: float) -> Gathered:
         try:
             gathered = self._candidates.gather(request, now, self.failures.avoided(now))
         except UnknownModel:
             if self.feed.is_ready:
                 raise
             raise NoCandidate(request.model, "the index is catching up") from None
-        if gathered.prompt_tokens > self.settings.max_prompt_tokens:  # known only now, of hashes
-            raise PromptTooLarge(
-                "block_hashes",
-                f"{gathered.prompt_tokens} tokens, the limit is {self.settings.max_prompt_tokens}",
-            )
-        turn = self._turns.get(request.model, 0)
-        seed = self._random.getrandbits(63)
-        return gathered, Question(gathered.prompt_tokens, turn, seed, gathered.candidates)
+        slate, limit = gathered.slate, self.settings.max_prompt_tokens
+        if slate.prompt_tokens > limit:  # known only now, of hashes
+            problem = f"{slate.prompt_tokens} tokens, the limit is {limit}"
+            raise PromptTooLarge("block_hashes", problem)
+        slate.turn = self._turns.get(request.model, 0)
+        slate.seed = self._random.getrandbits(63)
+        return gathered
 
     def _decision(
         self,
         request: ScoreRequest,
         gathered: Gathered,
-        question: Question,
-        choice: Choice,
+        taken: Pick,
         plan: Plan,
+        is_complete: bool,
     ) -> Decision:
-        salted = request.cache_salt is not None
-        chosen = _score(gathered, choice, choice.chosen)
-        count = max(request.max_candidates or 0, self.settings.max_candidates)
-        kept, is_complete = _recorded_question(question, choice)
+        """Return the decision, without the candidates of its question."""
+        salted, slate = request.cache_salt is not None, gathered.slate
+        cheapest = slate.cheapest(max(request.max_candidates or 0, self.settings.max_candidates))
+        chosen, *scores = scores_of(slate, [taken.chosen, *cheapest])
         age_ms = 1000 * self.feed.lag.seconds_since_contact
         return Decision(
             v=DECISION_VERSION,
@@ -299,38 +298,34 @@ class RouterService:
             stream_sequence=self.index.stream_sequence,
             policy=self.policy.name,
             model=request.model,
-            prompt_tokens=question.prompt_tokens,
+            prompt_tokens=slate.prompt_tokens,
             chosen=chosen,
-            candidates=_cheapest(gathered, choice, count),
-            num_candidates=len(question.candidates),
+            candidates=tuple(scores),
+            num_candidates=len(slate),
             plan=plan,
-            reasons=self._reasons(gathered, choice, salted, age_ms),
+            reasons=self._reasons(slate, taken, salted, age_ms),
             settings=self._recorded_settings,
-            question=kept,
+            question=Question(slate.prompt_tokens, slate.turn, slate.seed, ()),
             is_question_complete=is_complete,
             groups=recorded_groups(gathered.lineup, gathered.chains, salted),
-            chosen_group=question.candidates[choice.chosen].group,
+            chosen_group=gathered.lineup.group_of[taken.chosen],
             index_age_ms=age_ms,
         )
 
-    def _reasons(
-        self, gathered: Gathered, choice: Choice, salted: bool, age_ms: float
-    ) -> tuple[str, ...]:
-        reasons = [f"{self.policy.name}: {choice.reason}"]
-        chosen = gathered.candidates[choice.chosen]
-        matches = [_match_tokens(candidate) for candidate in gathered.candidates]
-        longest = matches.index(max(matches))
-        if matches[longest] > matches[choice.chosen]:
-            passed = gathered.candidates[longest]
-            more_ms = choice.prices[longest].cost_ms - choice.prices[choice.chosen].cost_ms
+    def _reasons(self, slate: Slate, taken: Pick, salted: bool, age_ms: float) -> tuple[str, ...]:
+        reasons = [f"{self.policy.name}: {taken.reason}"]
+        longest, longest_tokens = slate.longest, slate.match_tokens(slate.longest)
+        if longest_tokens > slate.match_tokens(taken.chosen):
+            more_ms = slate.cost_ms(longest) - slate.cost_ms(taken.chosen)
             reasons.append(
-                f"the longest match, {matches[longest]} tokens at {passed.instance}, "
+                f"the longest match, {longest_tokens} tokens at {slate.instance(longest)}, "
                 f"would cost {more_ms:.1f} ms more"
             )
-        if chosen.trust is not Trust.exact:
-            why = gathered.mutes.get(chosen.instance)
+        trust = slate.lineup.seats[taken.chosen].trust
+        if trust is not Trust.exact:
+            why = slate.lineup.mutes.get(slate.instance(taken.chosen))
             because = f" ({why})" if why else ""
-            reasons.append(f"the chosen worker's index is {chosen.trust}{because}")
+            reasons.append(f"the chosen worker's index is {trust}{because}")
         if not self.feed.connected:
             reasons.append(f"no broker: the index is {age_ms:.0f} ms old")
         if salted:
@@ -356,50 +351,3 @@ def choose_again(decision: Decision) -> Choice:
     """
     settings = msgspec.convert(decision.settings, RouterSettings)
     return policy_named(decision.policy, settings).choose(decision.question)
-
-
-def _cheapest(gathered: Gathered, choice: Choice, count: int) -> tuple[CandidateScore, ...]:
-    costs = [price.cost_ms for price in choice.prices]
-    order = sorted(range(len(costs)), key=costs.__getitem__)
-    return tuple([_score(gathered, choice, position) for position in order[:count]])
-
-
-def _score(gathered: Gathered, choice: Choice, position: int) -> CandidateScore:
-    candidate, price = gathered.candidates[position], choice.prices[position]
-    block_tokens, held = candidate.block_tokens, candidate.held
-    _, tier_load, predicted, trust, _, compute, _ = price.terms
-    by_tier: dict[str, int] = {}
-    match_tokens = 0
-    if held != NOTHING_HELD:
-        for name, num_blocks in zip(TIER_NAMES, held, strict=True):
-            if num_blocks:
-                by_tier[name] = num_tokens = num_blocks * block_tokens
-                match_tokens += num_tokens
-    return CandidateScore(
-        candidate.worker,
-        candidate.rank,
-        gathered.lineup.infos[position].base_url,
-        candidate.trust,
-        match_tokens,
-        by_tier,
-        price.cost_ms,
-        dict(zip(TERMS, price.terms, strict=True)),
-        candidate.predicted_blocks * block_tokens,
-        # expected: the terms that only steer are left out, and what they replace put in
-        candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute,
-        gathered.mutes.get(candidate.instance, "") if gathered.mutes else "",
-    )
-
-
-def _match_tokens(candidate: Candidate) -> int:
-    return sum(candidate.held) * candidate.block_tokens
-
-
-def _recorded_question(question: Question, choice: Choice) -> tuple[Question, bool]:
-    if len(question.candidates) <= MAX_RECORDED_CANDIDATES:
-        return question, True
-    costs = [price.cost_ms for price in choice.prices]
-    kept = nsmallest(MAX_RECORDED_CANDIDATES - 1, range(len(costs)), key=costs.__getitem__)
-    positions = sorted({*kept, choice.chosen})
-    candidates = tuple(question.candidates[at] for at in positions)
-    return msgspec.structs.replace(question, candidates=candidates), False

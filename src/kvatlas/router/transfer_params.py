@@ -5,7 +5,7 @@ remote_kv_source  for vLLM's own P2P tier, which pulls by hash but never picks t
 """
 
 from kvatlas.router.answers import KvatlasParams, KvTransferParams, RemoteKvSource
-from kvatlas.router.candidates import Lineup
+from kvatlas.router.lineup import Lineup
 from kvatlas.schemas.fleet import host_and_port
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan
@@ -25,7 +25,6 @@ def _remote_kv_source(
     if not plan.pulls or not host_and_port(lineup.infos[chosen].p2p_address):
         return None
     owner = InstanceId(plan.pulls[0].worker, plan.pulls[0].rank)
-    for view, info in zip(lineup.views, lineup.infos, strict=True):
-        if view.instance == owner and (address := host_and_port(info.p2p_address)):
-            return RemoteKvSource(decision_id, *address)
-    return None
+    line = lineup.line_of.get(owner)
+    address = None if line is None else host_and_port(lineup.infos[line].p2p_address)
+    return None if address is None else RemoteKvSource(decision_id, *address)

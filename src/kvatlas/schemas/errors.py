@@ -35,6 +35,7 @@ KvatlasError
     EndpointUnusable           an engine's socket that cannot be opened
     SidecarUnavailable         the sidecar does not answer its engine
     NoAnswer                   a server that the doctor asks is away or answers something else
+      KeyRefused               an engine wants another API key
     EngineStopped              the engine ended while a request was in it
     ArchiveUnavailable         the archive's database does not answer
     PoolUnreadable             a file that is no serve pool, or not yet
@@ -106,10 +107,10 @@ class InvalidBlock(InvalidInput):
 
 
 class InvalidSetting(InvalidInput):
-    """A setting is unknown or out of range."""
+    """A setting is unknown, out of range or missing; without a source the problem says it all."""
 
     def __init__(self, key: str, source: str, problem: str) -> None:
-        super().__init__(f"setting {key} from {source}: {problem}")
+        super().__init__(f"setting {key} from {source}: {problem}" if source else problem)
         self.key, self.source, self.problem = key, source, problem
 
 
@@ -279,6 +280,10 @@ class NoAnswer(Unavailable):
     def __init__(self, url: str, problem: str) -> None:
         super().__init__(f"{url}: {problem}")
         self.url, self.problem = url, problem
+
+
+class KeyRefused(NoAnswer):
+    """An engine takes no request with this API key, or without one."""
 
 
 class EngineStopped(Unavailable):

@@ -41,9 +41,6 @@ NUM_STATES = 10
 # values of LACKING
 SET_ROOM, SEGMENT_ROOM, DIRECTORY_ROOM = 1, 2, 3
 
-#: blocks that events look ahead
-AHEAD = np.uint64(8)
-
 # columns of `digests`
 COUNT, XOR = 0, 1
 

@@ -51,6 +51,7 @@ def match(chain: bytes, handle: U64) -> U32:
     first_word, end_word = span_of(rows, words, row)
     num_words = end_word - first_word
     alive, origin = np.empty(num_words, np.uint64), np.empty(num_words, np.uint64)
+    seen = np.empty(num_words, np.uint64)
     #: per byte of the first set: counted up to, then blocks by tier
     tally = np.zeros((num_words * GROUP_SIZE, np.uint64(1 + NUM_TIERS)), np.uint32)
     num_alive = ZERO
@@ -62,6 +63,7 @@ def match(chain: bytes, handle: U64) -> U32:
         if best != ZERO:
             alive[num_alive] = (word & GROUP_MASK) | best
             origin[num_alive] = np.uint64(offset) * GROUP_SIZE
+            seen[num_alive] = word
             num_alive += ONE
     position = ZERO
     while num_alive != ZERO:
@@ -75,7 +77,7 @@ def match(chain: bytes, handle: U64) -> U32:
             )
         # behind the end, all fall out
         row = next_row if position < num_hashes else ZERO
-        num_alive = narrow(rows, words, row, alive, origin, num_alive, tally, position)
+        num_alive = narrow(rows, words, row, alive, origin, seen, num_alive, tally, position)
     return gathered(words, first_word, tally)
 
 
@@ -86,25 +88,34 @@ def narrow(
     row: Number,
     alive: U64,
     origin: U64,
+    seen: U64,
     num_alive: Number,
     tally: U32,
     position: Number,
 ) -> Number:
-    """Keep of the alive words what a set holds, count what changes; return how many are left."""
+    """Keep of the alive words what a set holds, count what changes; return how many are left.
+
+    `seen` has the words of the set before: most sets differ from it in a word or two only.
+    """
     source, end = span_of(rows, words, row)
     num_kept = ZERO
     for index in range(num_alive):
-        group, best = alive[index] & GROUP_MASK, alive[index] & TIERS
+        now_alive = alive[index]
+        group = now_alive & GROUP_MASK
         while source < end and words[source] < group:
             source += ONE
-        new = ZERO
-        if source < end and words[source] & GROUP_MASK == group:
-            new = best_tiers(words[source] & whole_bytes(best))
-        if new != best:
-            count_until(tally, origin[index], best, new, position)
-        if new != ZERO:
-            alive[num_kept], origin[num_kept] = group | new, origin[index]
-            num_kept += ONE
+        word = words[source] if source < end else ZERO
+        if word != seen[index]:
+            new, best = ZERO, now_alive & TIERS
+            if word & GROUP_MASK == group:
+                new = best_tiers(word & whole_bytes(best))
+            if new != best:
+                count_until(tally, origin[index], best, new, position)
+            if new == ZERO:
+                continue
+            now_alive = group | new
+        alive[num_kept], origin[num_kept], seen[num_kept] = now_alive, origin[index], word
+        num_kept += ONE
     return num_kept
 
 

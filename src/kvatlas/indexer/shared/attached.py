@@ -7,10 +7,10 @@ import numpy as np
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import ReadArrays
-from kvatlas.indexer.index import Match, check_hash, check_packed
+from kvatlas.indexer.index import Match, MatchColumns, check_hash, check_packed
 from kvatlas.indexer.shared import header as h
 from kvatlas.schemas.digest import index_key
-from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.ids import NUM_TIERS, Tier
 
 
 class AttachedIndex:
@@ -43,6 +43,15 @@ class AttachedIndex:
         instances, num_blocks, *by_tier = columns.tolist()
         fields = zip(instances, num_blocks, zip(*by_tier, strict=True), strict=True)
         return list(map(tuple.__new__, repeat(Match), fields))
+
+    def match_columns(self, chain: bytes) -> MatchColumns:
+        """See PrefixIndex."""
+        check_packed(chain)
+        if self._arrays is None:
+            columns = np.zeros((2 + NUM_TIERS, 0), np.uint32)
+        else:
+            columns = kernel.match(chain, self._handle)
+        return MatchColumns(columns[0], columns[1], columns[2:])
 
     def holders(self, block_hash: bytes) -> list[tuple[int, Tier]]:
         """See PrefixIndex."""

@@ -27,6 +27,7 @@ from kvatlas.indexer.reader import (
     IndexStats,
     InstanceMatch,
     InstanceView,
+    Roll,
     TreeRun,
     serving_views,
 )
@@ -36,7 +37,7 @@ from kvatlas.indexer.shared.arrays import MappedArrays
 from kvatlas.indexer.shared.attached import AttachedIndex
 from kvatlas.indexer.shared.publication import PublishedFleet
 from kvatlas.schemas.errors import IndexUnavailable, NotAnsweredHere
-from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
 
 T = TypeVar("T")
 
@@ -67,6 +68,8 @@ class AttachedState:
         self._fleet: PublishedFleet | None = None
         self._fleet_generation = 0
         self._layout = b""
+        #: the layout of the last question: all of one state
+        self._asked_layout = b""
         self._views: dict[InstanceId, InstanceView] = {}
         self._serving: dict[str, list[InstanceView]] = {}
         #: writers so far; their versions of the fleet begin anew
@@ -119,6 +122,10 @@ class AttachedState:
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         return self._consistently(lambda: self._named.match(chain), [])
+
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        nothing = np.zeros((len(roll), NUM_TIERS), np.uint32)
+        return self._consistently(lambda: self._named.held(chain, roll), nothing)
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._consistently(lambda: self._named.holders(block_hash), [])
@@ -191,8 +198,14 @@ class AttachedState:
         if version & np.uint64(1):
             return False, nothing
         try:
-            if not self._follow():
-                return bool(fence_kernel.is_unchanged(header, version)), nothing
+            has_fleet, layout = self._follow(), self._layout
+            # kernels believe the layout, and that of two states leads them out of the arrays
+            is_new = layout is not self._asked_layout
+            if (is_new or not has_fleet) and not fence_kernel.is_unchanged(header, version):
+                return False, nothing
+            if not has_fleet:
+                return True, nothing
+            self._asked_layout = layout
             answer = ask()
         except (OSError, KeyError, IndexError, ValueError, msgspec.DecodeError) as error:
             # half of a change: files that are gone, numbers that stand for nobody
@@ -259,6 +272,7 @@ class SharedIndexReader:
         self._live = LiveIndex(self._state)
         #: of the fleet that trust was laid over, and whether its writer was lost
         self._laid: tuple[int, bool] | None = None
+        self._began_at = time.monotonic()
 
     @property
     def num_retries(self) -> int:
@@ -294,7 +308,7 @@ class SharedIndexReader:
         """How old answers may be; grows without end when the writer is dead."""
         header = self._state.header
         behind = int(header[h.LAST_IN_STREAM]) - int(header[h.STREAM_SEQUENCE])
-        heard_at = int(header[h.HEARD_AT_NS]) / 1e9
+        heard_at = int(header[h.HEARD_AT_NS]) / 1e9 or self._began_at
         return Lag(max(behind, 0), time.monotonic() - heard_at)
 
     def convergence_ms(self) -> dict[str, float]:
@@ -313,6 +327,9 @@ class SharedIndexReader:
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         return self._now().match(chain)
+
+    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+        return self._now().held(chain, roll)
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._now().holders(block_hash)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kvatlas.router.policies.least_loaded import LeastLoaded
-from kvatlas.router.policies.policy import Choice, Policy
+from kvatlas.router.policies.policy import Choice, Pick, Policy, picker
 from kvatlas.router.policies.power_of_two import PowerOfTwo
 from kvatlas.router.policies.predicted_ttft import PredictedTtft
 from kvatlas.router.policies.random_choice import RandomChoice
@@ -11,7 +11,7 @@ from kvatlas.router.policies.round_robin import RoundRobin
 from kvatlas.schemas.errors import UnknownPolicy
 from kvatlas.schemas.settings import RouterSettings
 
-__all__ = ["POLICIES", "Choice", "Policy", "policy_named"]
+__all__ = ["POLICIES", "Choice", "Pick", "Policy", "picker", "policy_named"]
 
 POLICIES: dict[str, Callable[[RouterSettings], Policy]] = {
     PredictedTtft.name: PredictedTtft,

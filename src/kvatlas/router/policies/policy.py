@@ -1,11 +1,13 @@
 """The port: what every policy promises."""
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
+from kvatlas.router.lineup import lot
 from kvatlas.router.pricing import Price
+from kvatlas.router.slate import Slate
 from kvatlas.schemas.routing import Candidate, Question
 
 
@@ -34,9 +36,36 @@ class Policy(Protocol):
         ...
 
 
+class Pick(NamedTuple):
+    """The candidate taken, by its line in the slate, and why."""
+
+    chosen: int
+    reason: str
+
+
+@runtime_checkable
+class SlatePolicy(Protocol):
+    """A policy that needs no objects: `pick` is what `choose` says of the slate's question."""
+
+    def pick(self, slate: Slate) -> Pick:
+        """Return one candidate of a slate, and leave the prices of all in it."""
+        ...
+
+
+def picker(policy: Policy) -> Callable[[Slate], Pick]:
+    """Return what picks of a slate as a policy does, and leaves the prices of all in it."""
+
+    def pick(slate: Slate) -> Pick:
+        choice = policy.choose(slate.question)
+        slate.take(choice.prices)
+        return Pick(choice.chosen, choice.reason)
+
+    return policy.pick if isinstance(policy, SlatePolicy) else pick
+
+
 def draw(seed: int, candidate: Candidate) -> int:
     """Return a number that is random over seeds and fixed for a seed and a candidate."""
-    return xxhash.xxh3_64_intdigest(f"{candidate.rank}/{candidate.worker}".encode(), seed)
+    return xxhash.xxh3_64_intdigest(lot(candidate.worker, candidate.rank), seed)
 
 
 def lightest(question: Question, positions: Iterable[int]) -> int:

@@ -1,7 +1,11 @@
 """The default: the candidate with the lowest predicted cost."""
 
-from kvatlas.router.policies.policy import Choice, lightest
+import numpy as np
+
+from kvatlas.router import price_kernel as k
+from kvatlas.router.policies.policy import Choice, Pick, lightest
 from kvatlas.router.pricing import price_all
+from kvatlas.router.slate import Slate, numbers_of
 from kvatlas.schemas.routing import Question
 from kvatlas.schemas.settings import RouterSettings
 
@@ -16,14 +20,25 @@ class PredictedTtft:
     name = "predicted_ttft"
 
     def __init__(self, settings: RouterSettings) -> None:
-        self._settings = settings
+        self._settings, self._numbers = settings, numbers_of(settings)
 
     def choose(self, question: Question) -> Choice:
         prices = price_all(question, self._settings)
         costs = [price.cost_ms for price in prices]
         least_ms = min(costs)
         cheapest = [at for at, cost_ms in enumerate(costs) if cost_ms == least_ms]
-        if len(cheapest) == 1:
-            return Choice(cheapest[0], prices, "the lowest predicted cost")
-        chosen = lightest(question, cheapest)
-        return Choice(chosen, prices, f"{len(cheapest)} at the lowest cost, then the lower load")
+        chosen = cheapest[0] if len(cheapest) == 1 else lightest(question, cheapest)
+        return Choice(chosen, prices, _reason(len(cheapest)))
+
+    def pick(self, slate: Slate) -> Pick:
+        chosen, num_cheapest = slate.price(self._settings, self._numbers)
+        if num_cheapest > 1:
+            costs = slate.lines[:, k.COST]
+            chosen = slate.lightest(np.flatnonzero(costs == costs[chosen]))
+        return Pick(chosen, _reason(num_cheapest))
+
+
+def _reason(num_cheapest: int) -> str:
+    if num_cheapest == 1:
+        return "the lowest predicted cost"
+    return f"{num_cheapest} at the lowest cost, then the lower load"

@@ -109,7 +109,7 @@ class NixlTransport:
         try:
             await self._start()
         except _TooSlow as error:
-            _logger.warning("%s; trying on", error)
+            _logger.warning("%s; retrying", error)
             await self._stop()
         except BaseException:
             await self._stop()

@@ -41,6 +41,10 @@ TARGETS: dict[str, dict[str, Target]] = {
         "by_hash_512": Target(0.769),
         "p99_loaded_over_idle": Target(2, at_least=False),
     },
+    "decisions": {
+        "score_json_us_256": Target(200, at_least=False),
+        "score_json_us_1000": Target(350, at_least=False),
+    },
     "cold_start": {
         "seconds_2m": Target(2, at_least=False),
         "seconds_10m": Target(8, at_least=False),

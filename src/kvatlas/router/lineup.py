@@ -1,0 +1,308 @@
+"""The instances that may serve a model: what holds of them as long as the fleet stands.
+
+Instances that cut and name blocks alike form a group. What a decision looks at is kept in columns,
+so that a request costs no object per instance.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.indexer.reader import InstanceView, Roll
+from kvatlas.router import price_kernel as k
+from kvatlas.router.loads import Asked, LoadRoll
+from kvatlas.router.pricing import OWNER_TRUST
+from kvatlas.router.requests import HashedPrompt
+from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
+from kvatlas.schemas.fleet import NamespaceDescriptor, Role, Trust, WorkerInfo
+from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.routing import ChainGroup
+
+#: parts of a lineup that are kept, such as those without who failed lately
+MAX_PARTS = 16
+_BETTER_THAN_DEGRADED = (Trust.exact, Trust.catching_up)
+
+
+class GroupKey(NamedTuple):
+    """What candidates of a group have in common: with a salt, their namespace."""
+
+    model: str
+    descriptor: NamespaceDescriptor
+    lora: str | None
+
+
+class Seat(NamedTuple):
+    """What of a candidate holds as long as the fleet stands, as Candidate begins."""
+
+    worker: str
+    rank: int
+    trust: Trust
+    group: int
+    block_tokens: int
+    kv_class: int
+
+
+class Lineup:
+    """The instances that may serve a model or adapter; holds as long as the fleet stands."""
+
+    def __init__(
+        self,
+        views: Iterable[InstanceView],
+        infos: Iterable[WorkerInfo],
+        groups: Iterable[GroupKey],
+        group_of: Iterable[int],
+        kv_class_of: Iterable[int],
+        mutes: Mapping[InstanceId, str] | None = None,
+    ) -> None:
+        self.views, self.infos, self.groups = tuple(views), tuple(infos), tuple(groups)
+        #: of each view, its position in `groups`
+        self.group_of = tuple(group_of)
+        #: of each view, equal where KV may be exchanged; 0 where it may not
+        self.kv_class_of = tuple(kv_class_of)
+        #: who holds more of a request's namespace than it says, and why
+        self.mutes: Mapping[InstanceId, str] = mutes or {}
+        self._parts: dict[object, Lineup] = {}
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    # --- columns, by view, so that a request need not gather them --------------------------------
+
+    @cached_property
+    def seats(self) -> tuple[Seat, ...]:
+        """What each candidate begins with."""
+        each = zip(self.views, self.infos, self.group_of, self.kv_class_of, strict=True)
+        return tuple(
+            Seat(
+                *view.instance,
+                self._trust(view),
+                group,
+                info.descriptor.block_tokens,
+                kv_class,
+            )
+            for view, info, group, kv_class in each
+        )
+
+    def _trust(self, view: InstanceView) -> Trust:
+        is_muted = view.instance in self.mutes and view.trust in _BETTER_THAN_DEGRADED
+        return Trust.degraded if is_muted else view.trust
+
+    @cached_property
+    def traits(self) -> k.I64:
+        """Return what prices depend on, a line each."""
+        lines = [(s.block_tokens, s.kv_class, _trust_number(s.trust)) for s in self.seats]
+        return _fixed(lines).reshape(len(lines), k.NUM_TRAITS)
+
+    @cached_property
+    def num_classes(self) -> int:
+        """The highest number of a KV class."""
+        return max(self.kv_class_of, default=0)
+
+    @cached_property
+    def rolls(self) -> tuple[tuple[Roll, k.I64], ...]:
+        """Return, for each group, who is asked about its chain, and their lines."""
+        lines: list[list[int]] = [[] for _ in self.groups]
+        for line, group in enumerate(self.group_of):
+            lines[group].append(line)
+        return tuple(
+            (Roll(self.views[line].instance for line in each), _fixed(each)) for each in lines
+        )
+
+    @cached_property
+    def loads(self) -> LoadRoll:
+        """Whose loads are asked for."""
+        each = zip(self.views, self.infos, strict=True)
+        return LoadRoll(Asked(view.instance, view.epoch, info.model) for view, info in each)
+
+    @cached_property
+    def line_of(self) -> dict[InstanceId, int]:
+        """The line of each instance."""
+        return {view.instance: line for line, view in enumerate(self.views)}
+
+    @cached_property
+    def lots(self) -> tuple[bytes, ...]:
+        """What of each instance is drawn with, see policies.draw."""
+        return tuple(lot(seat.worker, seat.rank) for seat in self.seats)
+
+    @cached_property
+    def leasable(self) -> tuple[frozenset[Tier], ...]:
+        """The tiers whose blocks peers can have from each."""
+        return tuple(frozenset(info.leasable_tiers) for info in self.infos)
+
+    @cached_property
+    def lends_everything(self) -> bool:
+        """Whether everybody lends all tiers."""
+        return all(len(tiers) == NUM_TIERS for tiers in self.leasable)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def doubtful(self) -> frozenset[InstanceId]:
+        """Who is not exact."""
+        each = zip(self.views, self.seats, strict=True)
+        return frozenset(view.instance for view, seat in each if seat.trust is not Trust.exact)
+
+    @cached_property
+    def muted(self) -> tuple[tuple[InstanceView, int], ...]:
+        """Who has muted namespaces, and their groups."""
+        each = zip(self.views, self.group_of, strict=True)
+        return tuple((view, group) for view, group in each if view.muted)
+
+    def muting(self, mutes: Mapping[InstanceId, str]) -> "Lineup":
+        """Return the lineup for a namespace of which those hold more than they say."""
+        if not mutes:
+            return self
+        key = frozenset(mutes.items())
+        found = self._parts.get(key)
+        return self._keep(key, self._muting(mutes)) if found is None else found
+
+    def _muting(self, mutes: Mapping[InstanceId, str]) -> "Lineup":
+        columns = self.views, self.infos, self.groups, self.group_of, self.kv_class_of
+        return Lineup(*columns, mutes)
+
+    def without(self, avoided: frozenset[InstanceId]) -> "Lineup":
+        """Return the lineup less those, unless nobody would be left."""
+        found = self._parts.get(avoided)
+        return self._keep(avoided, self._without(avoided)) if found is None else found
+
+    def _without(self, avoided: frozenset[InstanceId]) -> "Lineup":
+        kept = [n for n, view in enumerate(self.views) if view.instance not in avoided]
+        if not kept or len(kept) == len(self.views):
+            return self
+        return self._part(kept, self.groups, [self.group_of[n] for n in kept])
+
+    def naming(self, prompt: HashedPrompt) -> "Lineup":
+        """Return the lineup of those who cut and name blocks as the hashes of a prompt say.
+
+        Raises InvalidRequest where nobody does, or where several groups might be meant.
+        """
+        key = prompt.block_tokens, prompt.algorithm
+        found = self._parts.get(key)
+        return self._keep(key, self._naming(prompt)) if found is None else found
+
+    def _naming(self, prompt: HashedPrompt) -> "Lineup":
+        meant = [n for n, key in enumerate(self.groups) if _may_name(key.descriptor, prompt)]
+        if len(meant) != 1:
+            raise _unclear(self.groups, [self.groups[n] for n in meant], prompt)
+        if len(self.groups) == 1:
+            return self
+        kept = [n for n, group in enumerate(self.group_of) if group == meant[0]]
+        return self._part(kept, (self.groups[meant[0]],), [0] * len(kept))
+
+    def _part(
+        self, kept: Sequence[int], groups: tuple[GroupKey, ...], group_of: Sequence[int]
+    ) -> "Lineup":
+        views, infos = (self.views[n] for n in kept), (self.infos[n] for n in kept)
+        kv_class_of = (self.kv_class_of[n] for n in kept)
+        return Lineup(views, infos, groups, group_of, kv_class_of, self.mutes)
+
+    def _keep(self, key: object, part: "Lineup") -> "Lineup":
+        if len(self._parts) >= MAX_PARTS:
+            self._parts.clear()
+        self._parts[key] = part
+        return part
+
+
+def lot(worker: str, rank: int) -> bytes:
+    """Return what of an instance is drawn with."""
+    return f"{rank}/{worker}".encode()
+
+
+def line_up(serving: Iterable[InstanceView], model: str, lora: str | None) -> Lineup:
+    """Sort out who may serve `model`, which may be an adapter's name.
+
+    Raises UnknownModel, InvalidRequest (an adapter that nobody has) and NoCandidate.
+    """
+    known = [(view, view.info) for view in serving if view.info is not None]
+    if not known:
+        raise UnknownModel(model)
+    able = [(view, info, key) for view, info in known if (key := _group_key(info, model, lora))]
+    if not able:
+        raise InvalidRequest("lora", "no worker of the model has this adapter")
+    chosen = [(view, info, key) for view, info, key in able if info.role is not Role.decode]
+    if not chosen:
+        raise NoCandidate(model, "all of its workers only decode")
+    groups: dict[GroupKey, int] = {}
+    kv_classes: dict[tuple[int, bytes], int] = {}
+    group_of, kv_class_of = [], []
+    for _, info, key in chosen:
+        group_of.append(group := groups.setdefault(key, len(groups)))
+        exchange = group, info.kv_fingerprint
+        kv_class_of.append(
+            kv_classes.setdefault(exchange, len(kv_classes) + 1) if info.kv_fingerprint else 0
+        )
+    return Lineup(
+        views=tuple(view for view, _, _ in chosen),
+        infos=tuple(info for _, info, _ in chosen),
+        groups=tuple(groups),
+        group_of=tuple(group_of),
+        kv_class_of=tuple(kv_class_of),
+    )
+
+
+def recorded_groups(
+    lineup: Lineup, chains: tuple[bytes, ...], salted: bool
+) -> tuple[ChainGroup, ...]:
+    """Return the groups as decisions keep them: without hashes if the prompt is salted."""
+    return tuple(
+        ChainGroup(
+            key.model,
+            key.descriptor.block_tokens,
+            key.descriptor.algorithm,
+            key.lora,
+            salted,
+            b"" if salted else chain,
+        )
+        for key, chain in zip(lineup.groups, chains, strict=True)
+    )
+
+
+def _fixed(numbers: object) -> k.I64:
+    """Return numbers as kernels want their input."""
+    made = np.array(numbers, np.int64)
+    made.flags.writeable = False
+    return made
+
+
+def _trust_number(trust: Trust) -> int:
+    if trust is Trust.exact:
+        return k.EXACT
+    return k.OWNER if trust in OWNER_TRUST else k.DOUBTFUL
+
+
+def _group_key(info: WorkerInfo, model: str, lora: str | None) -> GroupKey | None:
+    """Return the namespace of a request at a worker, None if the worker lacks the adapter."""
+    if model in info.models:
+        if lora is not None and info.adapters.get(lora) not in info.models:
+            return None
+        return GroupKey(info.model, info.descriptor, lora)
+    if lora not in (None, model):
+        raise InvalidRequest("lora", "the model is an adapter itself")
+    return GroupKey(info.model, info.descriptor, model)
+
+
+def _may_name(descriptor: NamespaceDescriptor, prompt: HashedPrompt) -> bool:
+    return prompt.block_tokens in (None, descriptor.block_tokens) and (
+        prompt.algorithm in (None, descriptor.algorithm)
+    )
+
+
+def _unclear(
+    groups: Iterable[GroupKey], meant: Iterable[GroupKey], prompt: HashedPrompt
+) -> InvalidRequest:
+    """Return what is wrong with hashes that no group, or more than one, may have named."""
+    known = ", ".join(
+        f"{key.descriptor.block_tokens} ({key.descriptor.algorithm})" for key in groups
+    )
+    sizes = {key.descriptor.block_tokens for key in meant}
+    algorithms = {key.descriptor.algorithm for key in meant}
+    if not sizes:
+        field = "algorithm" if prompt.block_tokens is None else "block_tokens"
+        return InvalidRequest(field, f"no worker names blocks so; known block sizes: {known}")
+    if len(sizes) > 1:
+        return InvalidRequest("block_tokens", f"expected one of several block sizes: {known}")
+    if len(algorithms) > 1:
+        return InvalidRequest("algorithm", f"expected one of several: {known}")
+    return InvalidRequest("model", "its workers name blocks after several models: ask for one")

@@ -1,0 +1,148 @@
+"""The numbers of all workers' loads, a row each, so that one pass brings a whole fleet up to now.
+
+    row    given  drained  reported  work  as of  seen at  in flight  compute  pull      epoch
+    w1/0 [  812  |  640   |   512   | ...                                          ]    [  7  ]
+    free [                                                                         ]    [     ]
+
+Kept by loads.py, which says what they mean; `price_kernel.fill_loads` is the pass.
+"""
+
+from typing import overload
+
+import numpy as np
+
+from kvatlas.router import price_kernel as k
+
+#: tokens that a prior counts for, against those of reports
+PRIOR_TOKENS = 2_000.0
+#: part by which each report replaces what was known before
+LEARNING_RATE = 0.1
+#: a single report moves a rate by at most this factor
+MAX_SURPRISE = 16.0
+FIRST_ROWS = 64
+#: far above what a worker says of its epoch, and still a number of 64 bits
+MAX_EPOCH = 2**62
+
+
+class Rate:
+    """Milliseconds per token, learnt from reports that are weighted by their tokens."""
+
+    def __init__(self, ms_per_token: float) -> None:
+        #: the present estimate
+        self.ms_per_token = ms_per_token
+        self._tokens = PRIOR_TOKENS
+        self._ms = PRIOR_TOKENS * ms_per_token
+
+    def learn(self, tokens: int, ms: float) -> None:
+        """Take a report in."""
+        known = self.ms_per_token * tokens
+        ms = min(max(ms, known / MAX_SURPRISE), known * MAX_SURPRISE)
+        self._tokens += LEARNING_RATE * (tokens - self._tokens)
+        self._ms += LEARNING_RATE * (ms - self._ms)
+        self.ms_per_token = self._ms / self._tokens
+
+
+class LoadTable:
+    """Rows of numbers, given out and taken back; it grows, and rows stay where they are."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._free: list[int] = []
+        self._hold(np.zeros((FIRST_ROWS, k.NUM_LOADS)), np.zeros(FIRST_ROWS, np.int64))
+
+    def _hold(self, lines: k.F64, epochs: k.I64) -> None:
+        #: for the pass over many rows
+        self.lines, self.epochs = lines, epochs
+        #: the same memory for single numbers, which are plain ones so
+        self.cells = lines.reshape(-1).data.cast("B").cast("d")
+        self.epoch_of = epochs.data.cast("B").cast("q")
+
+    def take(self) -> int:
+        """Return a row of zeros."""
+        if self._free:
+            row = self._free.pop()
+            self.lines[row], self.epochs[row] = 0.0, 0
+            return row
+        if self._num_rows == len(self.lines):
+            more = np.zeros_like(self.lines), np.zeros_like(self.epochs)
+            self._hold(np.vstack((self.lines, more[0])), np.concatenate((self.epochs, more[1])))
+        self._num_rows += 1
+        return self._num_rows - 1
+
+    def give_back(self, row: int) -> None:
+        """Let a row be taken by somebody else."""
+        self._free.append(row)
+
+
+class _Cell:
+    """A number of a worker, which stands in its row."""
+
+    def __init__(self, column: int) -> None:
+        self._column = column
+
+    @overload
+    def __get__(self, worker: None, kind: type["WorkerLoad"]) -> "_Cell": ...
+    @overload
+    def __get__(self, worker: "WorkerLoad", kind: type["WorkerLoad"]) -> float: ...
+    def __get__(self, worker: "WorkerLoad | None", kind: type["WorkerLoad"]) -> "float | _Cell":
+        if worker is None:
+            return self
+        return worker.table.cells[worker.first_cell + self._column]
+
+    def __set__(self, worker: "WorkerLoad", value: float) -> None:
+        worker.table.cells[worker.first_cell + self._column] = value
+
+
+class WorkerLoad:
+    """One row of the table, by name, and what is learnt of its worker."""
+
+    in_flight = _Cell(k.FLYING)
+    given_ms, drained_ms = _Cell(k.GIVEN), _Cell(k.DRAINED)
+    #: end_ms of the newest request whose prefill is reported; `drained` is exact up to here
+    reported_ms = _Cell(k.REPORTED)
+    work_ms = _Cell(k.DONE_WORK)
+    as_of, seen_at = _Cell(k.AS_OF), _Cell(k.SEEN_AT)
+    compute_ms_per_token, pull_ms_per_token = _Cell(k.COMPUTE_RATE), _Cell(k.PULL_RATE)
+
+    def __init__(self, table: LoadTable, epoch: int, model: str, rates: tuple[float, float]):
+        self.table, self.row = table, table.take()
+        self.first_cell = self.row * k.NUM_LOADS
+        self.model = model
+        self._compute, self._pull = Rate(rates[0]), Rate(rates[1])
+        self.compute_ms_per_token, self.pull_ms_per_token = rates
+        self._set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Its incarnation; the pass over many rows may have raised it."""
+        return self.table.epoch_of[self.row]
+
+    def _set_epoch(self, epoch: int) -> None:
+        self.table.epoch_of[self.row] = min(epoch, MAX_EPOCH)
+
+    def restart(self, epoch: int) -> None:
+        """Forget the requests of an earlier incarnation; what it had to do died with it."""
+        self._set_epoch(epoch)
+        self.in_flight = 0.0
+        self.given_ms = self.drained_ms = self.reported_ms = 0.0
+
+    def advance(self, now: float, half_life_seconds: float) -> None:
+        """Let the time pass: the queue drains, old work fades."""
+        seconds = now - self.as_of
+        if seconds <= 0.0:
+            return
+        self.as_of = now
+        if self.drained_ms < self.given_ms:
+            self.drained_ms = min(self.given_ms, self.drained_ms + 1000 * seconds)
+        if self.work_ms:
+            self.work_ms *= 0.5 ** (seconds / half_life_seconds)
+
+    def learn_compute(self, tokens: int, ms: float) -> None:
+        """Take in how long it computed."""
+        self._compute.learn(tokens, ms)
+        self.compute_ms_per_token = self._compute.ms_per_token
+
+    def learn_pull(self, tokens: int, ms: float) -> None:
+        """Take in how long its pulls took, without their fixed part."""
+        self._pull.learn(tokens, ms)
+        self.pull_ms_per_token = self._pull.ms_per_token

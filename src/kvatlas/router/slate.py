@@ -1,0 +1,188 @@
+"""The candidates of one request as columns, and what each costs; objects only of those asked for.
+
+    held, loads, predicted --lines--> price (compiled, or the plain twin) --> the cheapest, the rest
+
+A policy that wants objects gets the same as a Question, and what it says they cost is put back.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvatlas.indexer.kernel import IS_COMPILED
+from kvatlas.router import price_kernel as k
+from kvatlas.router.pricing import Price, knobs, price_all
+from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.routing import Candidate, Question
+from kvatlas.schemas.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from kvatlas.router.lineup import Lineup, Seat
+
+#: longer pulls than any prompt, and still a number of 64 bits
+MAX_LEAST_PULL = 2**40
+
+#: a question that is made when somebody wants it
+LateQuestion = Callable[[], Question]
+
+
+class Slate:
+    """A line per candidate, in the order of the lineup, and an owner for plans to ask.
+
+    Whoever makes it fills in loads and what is predicted; prices mean something after `price` or
+    `take`. `turn` and `seed` are those of the question.
+    """
+
+    turn = seed = 0
+    #: the first line with the longest match in tokens; known with the prices
+    longest = 0
+
+    def __init__(self, lineup: "Lineup", held: NDArray[np.uint32], prompt_tokens: int) -> None:
+        self.lineup, self.held, self.prompt_tokens = lineup, held, prompt_tokens
+        #: the columns of price_kernel
+        self.lines: k.F64 = np.empty((len(lineup), k.NUM_COLUMNS))
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    # --- prices ----------------------------------------------------------------------------------
+
+    def price(self, settings: RouterSettings, numbers: k.F64) -> tuple[int, int]:
+        """Price all; return the first line with the lowest cost, and how many have that.
+
+        Equal to pricing.price_all to the last bit. `numbers` are `numbers_of` the settings.
+        """
+        if not IS_COMPILED:
+            self.take(price_all(self.question, settings))
+            costs = self.lines[:, k.COST]
+            cheapest = int(costs.argmin())
+            return cheapest, int(np.count_nonzero(costs == costs[cheapest]))
+        lineup, least = self.lineup, min(settings.min_pull_tokens, MAX_LEAST_PULL)
+        cheapest, num_cheapest, self.longest = k.price(
+            self.lines,
+            self.held,
+            lineup.traits,
+            lineup.num_classes,
+            self.prompt_tokens,
+            least,
+            numbers,
+        )
+        return cheapest, num_cheapest
+
+    def take(self, prices: Sequence[Price]) -> None:
+        """Take the prices that somebody has found for `question`."""
+        self.lines[:, : k.PREDICTED] = self.held
+        self.lines[:, k.COST : k.MATCH] = [
+            (p.cost_ms, *p.terms, p.reuse_blocks, p.pull_end, p.pull_ms) for p in prices
+        ]
+        self.lines[:, k.MATCH] = self.held.sum(axis=1)
+        tokens = self.lines[:, k.MATCH] * self.lineup.traits[:, k.BLOCK_TOKENS]
+        self.longest = int(tokens.argmax())
+
+    def cost_ms(self, line: int) -> float:
+        """Return what a candidate costs."""
+        return float(self.lines[line, k.COST])
+
+    def price_of(self, line: int) -> Price:
+        """Return all about the cost of a candidate."""
+        cost_ms, *numbers = self.lines[line, k.COST : k.MATCH].tolist()
+        *terms, reuse_blocks, pull_end, pull_ms = numbers
+        wait, tier_load, predicted, trust, pull, compute, balance = terms
+        terms = wait, tier_load, predicted, trust, pull, compute, balance
+        return Price(cost_ms, terms, int(reuse_blocks), int(pull_end), pull_ms)
+
+    def cheapest(self, count: int) -> list[int]:
+        """Return the lines with the lowest costs, the cheapest first, equal ones in order."""
+        return k.cheapest_lines(self.lines, count)
+
+    def match_tokens(self, line: int) -> int:
+        """Return the tokens of a candidate's match."""
+        return int(self.held[line].sum()) * self.lineup.seats[line].block_tokens
+
+    # --- the question ----------------------------------------------------------------------------
+
+    @cached_property
+    def question(self) -> Question:
+        """All candidates as objects."""
+        self.lines[:, : k.PREDICTED] = self.held
+        return self._late(self.lineup.seats, self.lines[:, : k.NUM_ASKED])()
+
+    def recorded(self, chosen: int, limit: int) -> tuple[LateQuestion, bool]:
+        """Return the question of the cheapest and the chosen, and whether they are all.
+
+        Nothing but what it needs is kept for it. Means something once there are prices.
+        """
+        if len(self) <= limit:
+            return self._late(self.lineup.seats, self.lines[:, : k.NUM_ASKED].copy()), True
+        lines = sorted({*self.cheapest(limit - 1), chosen})
+        seats = tuple(self.lineup.seats[line] for line in lines)
+        return self._late(seats, self.lines[lines, : k.NUM_ASKED]), False
+
+    def _late(self, seats: "tuple[Seat, ...]", asked: k.F64) -> LateQuestion:
+        return partial(_question, self.prompt_tokens, self.turn, self.seed, seats, asked)
+
+    # --- what plans ask, see plans.Peers ---------------------------------------------------------
+
+    def block_tokens(self, line: int) -> int:
+        return self.lineup.seats[line].block_tokens
+
+    def instance(self, line: int) -> InstanceId:
+        return self.lineup.views[line].instance
+
+    def owners(self, chosen: int, first: int) -> dict[int, int]:
+        traits, blocks = self.lineup.traits, self.lines[:, k.MATCH]
+        may_lend = traits[:, k.KV_CLASS] == traits[chosen, k.KV_CLASS]
+        may_lend &= (traits[:, k.TRUST] != k.DOUBTFUL) & (blocks > first)
+        may_lend[chosen] = False
+        lines = np.flatnonzero(may_lend)
+        return dict(zip(lines.tolist(), blocks[lines].astype(np.int64).tolist(), strict=True))
+
+    def lightest(self, lines: Iterable[int]) -> int:
+        found = np.fromiter(lines, np.intp)
+        for column in (k.QUEUED, k.IN_FLIGHT):
+            if len(found) > 1:
+                numbers = self.lines[found, column]
+                found = found[numbers == numbers.min()]
+        return self._drawn(found)
+
+    def next_best(self, owners: Mapping[int, int], count: int) -> list[int]:
+        lines, owned = (np.fromiter(each, np.intp) for each in (owners, owners.values()))
+        best: list[int] = []
+        while len(lines) and len(best) < count:
+            among = lines[owned == owned.max()]
+            queued = self.lines[among, k.QUEUED]
+            best.append(self._drawn(among[queued == queued.min()]))
+            is_left = lines != best[-1]
+            lines, owned = lines[is_left], owned[is_left]
+        return best
+
+    def _drawn(self, lines: NDArray[np.intp]) -> int:
+        """Return the line with the lowest draw; see policies.draw."""
+        found: list[int] = lines.tolist()
+        if len(found) == 1:
+            return found[0]
+        lots, seed, draw = self.lineup.lots, self.seed, xxhash.xxh3_64_intdigest
+        return min(found, key=lambda line: draw(lots[line], seed))
+
+
+def numbers_of(settings: RouterSettings) -> k.F64:
+    """Return the settings that prices depend on, as `Slate.price` takes them."""
+    numbers = np.array(knobs(settings))
+    numbers.flags.writeable = False
+    return numbers
+
+
+def _question(
+    prompt_tokens: int, turn: int, seed: int, seats: "tuple[Seat, ...]", asked: k.F64
+) -> Question:
+    candidates = []
+    for seat, numbers in zip(seats, asked.tolist(), strict=True):
+        hbm, dram, ssd, remote, other, predicted, in_flight, queued, work, compute, pull = numbers
+        held = int(hbm), int(dram), int(ssd), int(remote), int(other)
+        loads = int(in_flight), queued, work, compute, pull
+        candidates.append(Candidate(*seat, held, int(predicted), *loads))
+    return Question(prompt_tokens, turn, seed, tuple(candidates))
