@@ -3,7 +3,6 @@
 Registers itself on the application of `commands`; `__main__` imports both.
 """
 
-import logging
 from typing import Annotated
 
 import typer
@@ -21,6 +20,7 @@ from kvatlas.commands import (
     _with_broker,
     app,
 )
+from kvatlas.worker_hooks.log_lines import write_log_lines
 
 
 @app.command()
@@ -80,7 +80,7 @@ def bridge(
     from kvatlas.worker_hooks.sidecar_options import shared_options
 
     settings = _with_broker(_settings(config, nats, creds, set_))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s bridge %(levelname)s %(message)s")
+    write_log_lines(f"bridge {worker}")
     options = BridgeOptions(
         engine=engine,
         nats_url=settings.nats.url,

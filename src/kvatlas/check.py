@@ -51,6 +51,14 @@ class Check(Struct):
     num_skipped: int = 0
     num_contradictions: int = 0
     examples: list[str] = []
+    #: why something was skipped -> how often; their sum is num_skipped
+    skipped: dict[str, int] = {}
+
+    def skip(self, why: str, count: int = 1) -> None:
+        """Count what cannot be compared."""
+        if count:
+            self.num_skipped += count
+            self.skipped[why] = self.skipped.get(why, 0) + count
 
     def contradict(self, text: str) -> None:
         """Count a broken promise."""
@@ -101,7 +109,8 @@ def check_lines(report: CheckReport) -> list[str]:
     ]
     for check in report.checks:
         mark = "BAD" if check.num_contradictions else "ok "
-        skipped = f", {check.num_skipped} skipped" if check.num_skipped else ""
+        reasons = "; ".join(f"{count} {why}" for why, count in check.skipped.items())
+        skipped = f", {check.num_skipped} skipped ({reasons})" if check.num_skipped else ""
         lines.append(
             f"{mark} {check.name:<10} {check.num_checked} {check.about}{skipped},"
             f" {check.num_contradictions} contradictions"
@@ -142,7 +151,7 @@ class _Checker:
         self._decisions.skip_rest()
         self._order.take_beyond(self._archive.read_events(self._last + 1, 2**63 - 1))
         self._order.take_decisions(self._decisions.pointers)
-        self._batches.end()
+        self._batches.end(self._fold.state.stats().batches)
         return CheckReport(
             stream_sequence=self._last,
             state_digest=self._fold.state.state_digest(),
@@ -227,7 +236,7 @@ class _Batches:
     """Each batch is there once, in its order, and what is missing was told to be."""
 
     def __init__(self) -> None:
-        self.check = Check("batches", "batches")
+        self.check = Check("batches", "batches in the log")
         self._last: dict[InstanceId, tuple[int, int]] = {}
         #: (instance, epoch) -> sequences that are missing, as (first, last, stream sequence)
         self._missing: dict[tuple[InstanceId, int], list[tuple[int, int, int]]] = {}
@@ -246,7 +255,7 @@ class _Batches:
 
     def take_unreadable(self, worker: str) -> None:
         """Excuse one gap of a worker."""
-        self.check.num_skipped += 1
+        self.check.skip("unreadable")
         self._unreadable.add(worker)
 
     def take(self, batch: EventBatch, stream_sequence: int) -> None:
@@ -262,7 +271,7 @@ class _Batches:
             self._take_repeated(batch, key, stream_sequence)
             return
         if batch.seq > seq + 1 and self._is_excused(instance):
-            self.check.num_skipped += 1
+            self.check.skip("gaps that a hole or something unreadable explains")
         elif batch.seq > seq + 1:
             missing = seq + 1, batch.seq - 1, stream_sequence
             self._missing.setdefault(key, []).append(missing)
@@ -285,8 +294,11 @@ class _Batches:
         what = "comes after its successors" if is_late else "is there twice"
         self.check.contradict(f"{_name(batch)} {what}, at {stream_sequence}")
 
-    def end(self) -> None:
-        """Count the gaps that nobody ever told."""
+    def end(self, num_counted: int) -> None:
+        """Count the gaps that nobody ever told, and say how many batches counted in the fold."""
+        if late := self.check.num_checked - num_counted:
+            self.check.about = f"batches in the log ({num_counted} counted; {late} came after the"
+            self.check.about += " end of their epoch, or twice)"
         for (instance, epoch), gaps in self._missing.items():
             for first, last, stream_sequence in gaps:
                 if not _is_covered(first, last, self._told[instance, epoch]):
@@ -316,7 +328,7 @@ class _Digests:
         if self._is_exact:
             self.check.num_checked += num_digests
         else:
-            self.check.num_skipped += num_digests
+            self.check.skip("of instances that were not exact", num_digests)
 
     def diverged(self, found: ReportDivergence, stream_sequence: int) -> None:
         """Count a digest that is not the fold's, unless the instance was in doubt anyway."""
@@ -368,7 +380,7 @@ class _Decisions:
         try:
             return decode_decision(message.payload)
         except (MalformedBatch, UnsupportedVersion):
-            self.check.num_skipped += 1
+            self.check.skip("unreadable decisions")
             return None
 
     def judge_before(self, stream_sequence: int) -> None:
@@ -383,7 +395,8 @@ class _Decisions:
 
     def skip_rest(self) -> None:
         """Leave out decisions by an index that is newer than the archive of the log."""
-        self.check.num_skipped += len(self.pointers) - self._next
+        num_left = len(self.pointers) - self._next
+        self.check.skip("decisions by an index that is newer than the archive", num_left)
 
     def _judge(self, decision: Decision) -> None:
         state = self._fold.state
@@ -395,8 +408,11 @@ class _Decisions:
         for instance, group, num_tokens in claims:
             view, matches = state.instance(instance), held[group] if group < len(held) else None
             is_exact = view is not None and view.trust is Trust.exact
-            if matches is None or (not is_exact and self._fold.holes):
-                self.check.num_skipped += 1
+            if matches is None:
+                self.check.skip("prompts whose blocks are not recorded, such as salted ones")
+                continue
+            if not is_exact and self._fold.holes:
+                self.check.skip("not exact behind a hole of the archive")
                 continue
             self.check.num_checked += 1
             where = f"decision {decision.id} at {decision.stream_sequence}: {instance}"

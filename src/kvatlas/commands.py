@@ -18,6 +18,7 @@ from kvatlas import __version__
 from kvatlas.doctor.command import doctor
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.settings import Settings, load_settings
+from kvatlas.worker_hooks.log_lines import write_log_lines
 from kvatlas.worker_hooks.process import leaves
 
 T = TypeVar("T")
@@ -158,6 +159,7 @@ def serve(
         from kvatlas.serve import serve_all
         from kvatlas.worker_fleet import EngineOptions
 
+    write_log_lines("serve")
     named = {"port": port, "policy": policy, "archive": archive, "data": data}
     settings = _settings(config, nats, creds, set_, **named)
     engines = EngineOptions(
@@ -182,6 +184,7 @@ def router(
     with _no_collections():
         from kvatlas.serve import serve_router
 
+    write_log_lines("router")
     settings = _settings(config, nats, creds, set_, port=port, policy=policy)
     _run(serve_router(_with_broker(settings), json, parent_pid))
 
@@ -199,6 +202,7 @@ def indexer(
     with _no_collections():
         from kvatlas.serve import serve_indexer
 
+    write_log_lines("indexer")
     _run(serve_indexer(_with_broker(_settings(config, nats, creds, set_, port=port)), json))
 
 
@@ -227,6 +231,7 @@ def archive_(
     """Write batches and decisions of an existing broker into a database."""
     from kvatlas.serve import serve_archive
 
+    write_log_lines("archive")
     settings = _with_broker(_settings(config, nats, creds, set_, archive=archive))
     if not settings.archive.url:
         missing = "no archive: give --archive a database URL, such as sqlite:///kvatlas.db"
@@ -257,6 +262,7 @@ def worker(
     from kvatlas.reference_worker import WorkerOptions, run_worker
     from kvatlas.worker_hooks.sidecar_options import shared_options
 
+    write_log_lines(f"worker {name}")
     settings = _with_broker(_settings(config, nats, creds, set_))
     options = WorkerOptions(
         name=name,
@@ -311,7 +317,7 @@ def replay(
     if json:
         print(report_json(report, matches))
         return
-    print("\n".join(replay_lines(report) + match_lines(matches or [])))
+    print("\n".join(replay_lines(report, moment) + match_lines(matches or [])))
 
 
 @app.command()
@@ -369,6 +375,7 @@ def sidecar(
     from kvatlas.worker_hooks.sidecar import run_sidecar
     from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
+    write_log_lines(f"sidecar {worker}/{rank}")
     settings = _with_broker(_settings(config, nats, creds, set_))
     options = SidecarOptions(
         nats_url=settings.nats.url,

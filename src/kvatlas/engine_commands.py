@@ -41,6 +41,9 @@ def decode(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model; none: from the topic.")] = None,
     worker: Annotated[str | None, typer.Option(help="Worker; none: from the topic.")] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Also digests that say the same again; --json does too.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Read a recorded stream and say what each event became, and what is held at the end."""
@@ -50,7 +53,11 @@ def decode(
     capture = read_capture(file)
     ours = None if engine else own_batches(capture)
     capture = ours or capture
-    decoding = StreamDecoding(ours.batches) if ours else _decoding(capture, options)
+    folds = not (all_ or json)
+    if ours:
+        decoding: Decoding | StreamDecoding = StreamDecoding(ours.batches, folds=folds)
+    else:
+        decoding = _decoding(capture, options, folds)
     for bad in capture.rejected:
         decoding.reject(bad.kind)
         _print(f"rejected ({bad.kind}): {bad.reason}")
@@ -68,10 +75,10 @@ def decode(
     print(", ".join(f"{key} {value}" for key, value in report["counts"].items()))
 
 
-def _decoding(capture: Capture, options: DecodeOptions) -> Decoding | StreamDecoding:
+def _decoding(capture: Capture, options: DecodeOptions, folds: bool) -> Decoding | StreamDecoding:
     """Return what reads a file: as our own log if any of it is, else as an engine's."""
     if capture.batches:
-        of_log = StreamDecoding(capture.batches)
+        of_log = StreamDecoding(capture.batches, folds=folds)
         for _ in capture.frames:
             of_log.reject("foreign_line")
         return of_log

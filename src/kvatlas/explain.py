@@ -123,7 +123,9 @@ def _why(found: Explanation) -> list[str]:
     if runner_up is None:
         return [*lines, "          nobody else could take it"]
     other = f"{runner_up.worker}/{runner_up.rank}"
-    if found.is_cheapest:
+    if _ms(runner_up.cheaper_ms) == _ms(0.0):
+        lines.append(f"          equal to {other}, the next best")
+    elif found.is_cheapest:
         lines.append(
             f"          {_ms(runner_up.cheaper_ms)} ms cheaper than {other}, the next best"
         )
@@ -132,7 +134,8 @@ def _why(found: Explanation) -> list[str]:
             f"          {_ms(-runner_up.cheaper_ms)} ms dearer than {other}: "
             f"{found.decision.policy} does not choose by cost alone"
         )
-    for difference in runner_up.by_term:
+    shown = [each for each in runner_up.by_term if _ms(each.ms) != _ms(0.0)]
+    for difference in shown:
         side = "for" if difference.ms > 0 else "against"
         lines.append(f"            {difference.term:<10} {_ms(abs(difference.ms))} ms {side} it")
     return lines
@@ -141,12 +144,13 @@ def _why(found: Explanation) -> list[str]:
 def _planned(plan: Plan, prompt_tokens: int) -> list[str]:
     size = plan.block_tokens
     reused = min(plan.reuse_blocks * size, prompt_tokens)
-    lines = [f"plan      reuse {reused} tokens ({plan.reuse_blocks} blocks of {size})"]
+    lines = [f"plan      reuse {reused} tokens ({counted(plan.reuse_blocks, 'block')} of {size})"]
     for pull in plan.pulls:
         last = pull.first_block + pull.num_blocks - 1
+        blocks = f"blocks {pull.first_block} to {last}" if pull.num_blocks > 1 else f"block {last}"
         line = (
             f"          pull {pull.num_blocks * size} tokens from {pull.worker}/{pull.rank} "
-            f"(blocks {pull.first_block} to {last})"
+            f"({blocks})"
         )
         if pull.fallbacks:
             line += f", else from {', '.join(map(str, pull.fallbacks))}"
@@ -218,5 +222,10 @@ def _name(score: CandidateScore) -> str:
     return f"{score.worker}/{score.rank}"
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words: 1 block, 2 blocks."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _ms(value: float) -> str:
-    return f"{value:.1f}"
+    return f"{value:z.1f}"

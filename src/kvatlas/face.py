@@ -54,10 +54,16 @@ class Face:
     """
 
     def __init__(
-        self, wait: Wait, at: RouterSettings, port: int, *, is_port_shared: bool = False
+        self,
+        wait: Wait,
+        at: RouterSettings,
+        port: int,
+        *,
+        is_port_shared: bool = False,
+        decides: bool = True,
     ) -> None:
         self._wait, self._at, self._port = wait, at, port
-        self._is_port_shared = is_port_shared
+        self._is_port_shared, self._decides = is_port_shared, decides
         self._stack = contextlib.AsyncExitStack()
         self._served: Served | None = None
         self.url = ""
@@ -73,7 +79,7 @@ class Face:
 
         Raises InvalidSetting for a port that cannot be had.
         """
-        app = app or WaitingApp(self._wait, self._at.policy)
+        app = app or WaitingApp(self._wait, self._at.policy, decides=self._decides)
         if self._served is not None:
             self._served.app = app
             return

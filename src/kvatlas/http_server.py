@@ -56,6 +56,7 @@ class HttpServer:
         config = uvicorn.Config(
             served,
             http=cast(type[asyncio.Protocol], served.protocol),
+            log_config=None,  # its lines look like ours
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=3,

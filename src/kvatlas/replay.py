@@ -43,6 +43,8 @@ class Replayed(Struct, frozen=True):
     state: IndexState
     #: the moment as a sequence of the log
     stream_sequence: int
+    #: the newest sequence that could be replayed; a moment beyond it comes to this one
+    log_end: int
     #: batches that counted, and the events in them
     num_batches: int
     num_events: int
@@ -84,6 +86,7 @@ class ReplayReport(Struct, frozen=True):
     """A replay's outcome for people and scripts."""
 
     stream_sequence: int
+    log_end: int
     batches: int
     events: int
     state_digest: str
@@ -115,7 +118,7 @@ def replay(
 ) -> Replayed:
     """Rebuild the state from an archive. Raises ArchiveUnavailable."""
     started = time.monotonic()
-    last = archive.cursor(KV_EVENTS)
+    last = log_end = archive.cursor(KV_EVENTS)
     if until.sequence is not None:
         last = min(last, until.sequence)
     if until.time_ns is not None:
@@ -123,7 +126,7 @@ def replay(
     fold = Fold(make_index())
     for item in archived_log(archive, last):
         fold.take(item)
-    return _outcome(fold, last, started)
+    return _outcome(fold, last, log_end, started)
 
 
 async def replay_archive(
@@ -152,7 +155,7 @@ async def replay_stream(
 ) -> Replayed:
     """Rebuild the state from what the stream keeps. Raises BusUnavailable and StreamRefused."""
     started = time.monotonic()
-    last = await bus.last_sequence(KV_EVENTS)
+    last = log_end = await bus.last_sequence(KV_EVENTS)
     if until.sequence is not None:
         last = min(last, until.sequence)
     if until.time_ns is not None:
@@ -160,13 +163,14 @@ async def replay_stream(
     fold = Fold(make_index())
     async for item in stream_log(bus, last):
         fold.take(item)
-    return _outcome(fold, last, started)
+    return _outcome(fold, last, log_end, started)
 
 
 def report_of(replayed: Replayed) -> ReplayReport:
     """Return what a replay came to, ready for `msgspec.json.encode`."""
     return ReplayReport(
         stream_sequence=replayed.stream_sequence,
+        log_end=replayed.log_end,
         batches=replayed.num_batches,
         events=replayed.num_events,
         state_digest=replayed.state_digest,
@@ -245,11 +249,12 @@ def match_tokens(
     return sorted(found, key=lambda match: -match.match_tokens)
 
 
-def _outcome(fold: Fold, stream_sequence: int, started: float) -> Replayed:
+def _outcome(fold: Fold, stream_sequence: int, log_end: int, started: float) -> Replayed:
     stats = fold.state.stats()
     return Replayed(
         state=fold.state,
         stream_sequence=stream_sequence,
+        log_end=log_end,
         num_batches=stats.batches,
         num_events=stats.events,
         holes=tuple(fold.holes),

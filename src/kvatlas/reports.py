@@ -5,19 +5,21 @@ from collections.abc import Sequence
 import msgspec
 
 from kvatlas.events.sql_archive import SqlArchive
-from kvatlas.explain import archived_decision, explain, explanation
-from kvatlas.replay import ReplayReport, TokenMatch
+from kvatlas.explain import archived_decision, counted, explain, explanation
+from kvatlas.replay import END, Moment, ReplayReport, TokenMatch
 from kvatlas.schemas.errors import UnknownDecision
 from kvatlas.schemas.routing import decode_decision
 
 
-def replay_lines(report: ReplayReport) -> list[str]:
+def replay_lines(report: ReplayReport, until: Moment = END) -> list[str]:
     """Return a replay's outcome as text: the whole, then each instance with its digests."""
     lines = [
-        f"at stream sequence {report.stream_sequence}: {report.batches} batches,"
+        f"at stream sequence {report.stream_sequence}: {report.batches} batches that counted,"
         f" {report.events} events, replayed in {report.seconds} s",
         f"state digest {report.state_digest}",
     ]
+    if until.sequence is not None and until.sequence > report.log_end:
+        lines.append(f"the archive ends at {report.log_end}")
     lines += [
         f"hole: sequences {hole.first} to {hole.last} were never seen" for hole in report.holes
     ]
@@ -28,7 +30,8 @@ def replay_lines(report: ReplayReport) -> list[str]:
             f" epoch {worker.epoch}, sequence {worker.seq}"
         )
         lines += [
-            f"  {tier}: {d['count']} blocks, xor {d['xor']}" for tier, d in worker.digests.items()
+            f"  {tier}: {counted(int(d['count']), 'block')}, xor {d['xor']}"
+            for tier, d in worker.digests.items()
         ]
     return lines
 
@@ -37,7 +40,7 @@ def match_lines(matches: Sequence[TokenMatch]) -> list[str]:
     """Return who held how much of a prompt as text."""
     return [
         f"match {match.worker}/{match.rank}: {match.match_tokens} tokens"
-        f" ({match.num_blocks} blocks of {match.block_tokens}; {match.trust})"
+        f" ({counted(match.num_blocks, 'block')} of {match.block_tokens}; {match.trust})"
         for match in matches
     ]
 

@@ -127,7 +127,8 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
 async def serve_indexer(settings: Settings, as_json: bool) -> None:
     """Run an index that answers questions and decides nothing, until SIGTERM or SIGINT."""
     async with role(as_json) as it:
-        face = await it.faces.enter_async_context(_face(it, settings, settings.router.port))
+        waiting = Face(it.wait, settings.router, settings.router.port, decides=False)
+        face = await it.faces.enter_async_context(waiting)
         await face.show()
         bus = await it.parts.enter_async_context(bus_of(settings, settings.nats.url))
         it.announcement.soon(it.wait, indexer=face.url, nats=shown(settings.nats.url))

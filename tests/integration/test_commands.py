@@ -153,8 +153,8 @@ async def test_a_sidecar_runs_apart_from_its_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["router"], 1, "nats.url"),
-        (["archive", "--nats", "nats://127.0.0.1:1"], 1, "archive.url"),
+        (["router"], 1, "give --nats nats://"),
+        (["archive", "--nats", "nats://127.0.0.1:1"], 1, "give --archive"),
         (["serve", "--set", "router.prot=1"], 1, "did you mean router.port?"),
         (["serve", "--set", "router.port"], 1, "SECTION.KEY=VALUE"),
         (["serve", "--port", "0", "--policy", "best"], 1, "no policy 'best'; known:"),

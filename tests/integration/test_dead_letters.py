@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -297,3 +298,35 @@ async def test_what_garbage_says_is_no_command_to_a_terminal(
     shown = (await run_command("dead-letters", "--nats", server.url)).out
     assert "\x1b" not in shown
     assert "[bold]evil" in shown.replace("\n", "").replace(" ", "")
+
+
+async def test_a_subject_that_is_no_text_stops_no_reader(
+    server: EmbeddedServer, bus: NatsBus
+) -> None:
+    """Brokers carry any bytes; a reader that ended there would meet them again on each connect."""
+    async with a_service(bus, "one") as one:
+        put_raw(server, b"kv.events.model.\xff\xfe.0", b"\xc1")
+        put_raw(server, b"kv.events.model." + b"w" * 2000 + b".0", b"\xc1")
+        await put(bus, SUBJECT, encode(a_batch(up(), stored(1))))
+        await eventually(lambda: one.state.stream_sequence == 3)
+        await until_stored(bus, 2)
+    assert [letter.kind for letter in await all_letters(bus)] == ["subject", "payload"]
+    assert [m.stream_sequence async for m in bus.read_range(KV_EVENTS, 1, 3)] == [1, 2, 3]
+
+
+def put_raw(server: EmbeddedServer, subject: bytes, payload: bytes) -> None:
+    """Publish as no client of ours could, and return when the broker has it."""
+    url = urlsplit(server.url)
+    with socket.create_connection((url.hostname, url.port)) as client:
+        talk = client.makefile("rwb")
+        talk.readline()
+        head = b"PUB %b %d" % (subject, len(payload))
+        talk.write(b"\r\n".join((b'CONNECT {"verbose":false}', head, payload, b"PING", b"")))
+        talk.flush()
+        assert talk.readline() == b"PONG\r\n"
+
+
+async def test_a_worker_that_is_no_text_is_refused_by_name(server: EmbeddedServer) -> None:
+    result = await run_command("dead-letters", "--nats", server.url, "--worker", "\udcff")
+    assert result.status == 1
+    assert "Traceback" not in result.err

@@ -49,6 +49,33 @@ async def test_connecting_waits_for_a_broker_that_comes_later(tmp_path: Path) ->
     await server.stop()
 
 
+async def test_what_becomes_of_the_connection_is_told_good_news_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server = EmbeddedServer(tmp_path)
+    await server.start()
+    await server.stop()
+    connecting = asyncio.create_task(NatsBus.connect(server.url))
+    await eventually(lambda: any(line.endswith("; retrying") for line in caplog.messages))
+    await server.restart()
+    async with await connecting:
+        assert caplog.messages[-1] == f"connected to the broker at {server.url}"
+        await server.kill()
+        await server.restart()
+        await eventually(lambda: f"connected again to the broker at {server.url}" in caplog.text)
+    await server.stop()
+
+
+async def test_a_name_that_is_unknown_is_told_with_where_to_look(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(BusUnavailable):
+        await NatsBus.connect("nats://no-such-host.invalid", wait_seconds=1.0)
+    assert "this name cannot be resolved" in caplog.text
+    assert "look at --nats or nats.url; retrying" in caplog.text
+
+
 async def test_connecting_gives_up_when_told_to(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path)
     await server.start()

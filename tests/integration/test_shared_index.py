@@ -1,5 +1,6 @@
 """Readers in another process than the writer: whole changes only, its death, its return."""
 
+import random
 import subprocess
 import sys
 import time
@@ -15,9 +16,10 @@ from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import Inventory
 from testkit import shared_writer_main
-from testkit.builders import MODEL, a_batch, arrived, hashes, stored, up
+from testkit.builders import MODEL, ROOT, a_batch, arrived, digests, hashes, stored, up
 from testkit.indexes import tiny_index
 from testkit.shared_writer_main import CHAIN, NUM_BLOCKS
 from testkit.waiting import until
@@ -170,3 +172,25 @@ def test_a_writer_that_dies_within_a_change_is_not_waited_for(tmp_path: Path) ->
     assert [view.instance for view in reader.serving(MODEL)] == [InstanceId("w1", 0)]
     assert time.monotonic() - started < 5.0
     arrays.close()
+
+
+def test_who_heals_into_a_full_index_takes_no_answer_of_others_along(tmp_path: Path) -> None:
+    """It gets a number of its own before there is no room, which readers have to know."""
+    arrays = SharedArrays(tmp_path)
+    state = IndexState(tiny_index(arrays=arrays))
+    publication = IndexPublication(arrays, state, state)
+    publication.pulse(PULSE)
+    too_many = hashes(1, 2) + random.Random(1).randbytes(16 * (1 << 18))
+    log = (
+        a_batch(up(), stored(1, 2, 3), *digests(1, 2, 3), worker="good"),
+        a_batch(up(), stored(1, 2), worker="bad"),
+        a_batch(stored(1, 2), worker="bad", seq=3),
+        a_batch(Inventory(3, 1, 1, Tier.hbm, ROOT, too_many), worker="bad", seq=4),
+    )
+    for at, batch in enumerate(log, 1):
+        with publication:
+            state.handle(arrived(batch, at))
+    assert state.stats().index_full == 1
+    found = SharedIndexReader(tmp_path).match(hashes(1, 2, 3))
+    assert found == state.match(hashes(1, 2, 3))
+    assert ("good", 3) in [(match.instance.worker, match.num_blocks) for match in found]

@@ -330,6 +330,25 @@ def test_behind_a_hole_of_the_archive_only_who_is_exact_there_is_compared() -> N
 # --- what people see ----------------------------------------------------------------------------
 
 
+def test_what_is_skipped_is_told_with_its_reasons() -> None:
+    salted = a_decision(3, {"w1": 4}, chain=b"")
+    newer = a_decision(99, {"w1": 4}, name="2")
+    assert check_lines(check(an_archive(LOG, salted, newer)))[4] == (
+        "ok  decisions  0 exact candidates of decisions, 2 skipped (1 prompts whose blocks are not"
+        " recorded, such as salted ones; 1 decisions by an index that is newer than the archive),"
+        " 0 contradictions"
+    )
+
+
+def test_batches_that_do_not_count_in_a_replay_are_told_apart() -> None:
+    log: list[EventBatch | ControlRecord] = [a_batch(up(), epoch=2), a_batch(up(), epoch=1)]
+    told = check_lines(check(an_archive(log)))[2]
+    assert told == (
+        "ok  batches    2 batches in the log (1 counted; 1 came after the end of their epoch, or"
+        " twice), 0 contradictions"
+    )
+
+
 def test_a_report_is_a_line_a_check_and_json() -> None:
     report = check(an_archive(LOG, a_decision(3, {"w1": 4})))
     lines = check_lines(report)

@@ -207,8 +207,8 @@ def row(seq: int, *events: KvEvent, epoch: int = 1, worker: str = "w") -> dict[s
     return {**place, "ts_ns": 1, "events": told}
 
 
-def read_log(*rows: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    decoding = StreamDecoding(rows)
+def read_log(*rows: dict[str, Any], folds: bool = False) -> tuple[dict[str, Any], list[str]]:
+    decoding = StreamDecoding(rows, folds=folds)
     story = list(decoding.story())
     return decoding.report(), story
 
@@ -255,6 +255,32 @@ def test_the_logs_inventories_replace_a_tier_and_digests_are_compared() -> None:
     report, story = read_log(row(1, parts[1], told))
     assert report["counts"]["digest_mismatches"] == 1
     assert any("parts before it are missing" in line for line in story)
+
+
+def test_digests_that_say_the_same_again_are_one_line_until_something_else_is_told() -> None:
+    empty, one = digest_of([]), digest_of([block(1)])
+    idle = [Digest(tier, *empty) for tier in (Tier.hbm, Tier.dram)]
+    rows = [
+        *(row(seq, *idle) for seq in (1, 2, 3)),
+        row(1, *idle, worker="v"),
+        row(4, BlockStored(ROOT_HASH, block(1))),
+        row(5, Digest(Tier.hbm, *one)),
+        row(6, Digest(Tier.hbm, *one)),
+        row(7, Digest(Tier.hbm, *empty)),
+    ]
+    whole, every = read_log(*rows)
+    folded, lines = read_log(*rows, folds=True)
+    assert folded == whole
+    assert len(every) == 12
+    assert [line.replace(block(1).hex(), "1").replace(ROOT_HASH.hex(), "0") for line in lines] == [
+        "w/0 epoch 1 #1.0: digest of hbm: 0 blocks, as here (x 3, the last in #3.0)",
+        "w/0 epoch 1 #1.1: digest of dram: 0 blocks, as here (x 3, the last in #3.1)",
+        "w/0 epoch 1 #4.0: stored 1 in hbm (a root)",
+        "w/0 epoch 1 #5.0: digest of hbm: 1 blocks, as here (x 2, the last in #6.0)",
+        "w/0 epoch 1 #7.0: digest of hbm: 0 blocks, but 1 here, or others",
+        "v/0 epoch 1 #1.0: digest of hbm: 0 blocks, as here",
+        "v/0 epoch 1 #1.1: digest of dram: 0 blocks, as here",
+    ]
 
 
 def test_events_and_rows_of_the_log_that_cannot_be_read_cost_only_themselves() -> None:

@@ -140,7 +140,20 @@ def test_the_terms_of_the_comparison_add_up_to_the_difference() -> None:
 
 def test_a_decision_without_terms_can_be_explained() -> None:
     decision = a_decision(a_score("w1", 0.0, terms={}), a_score("w2", 0.0, terms={}))
-    assert "0.0 ms cheaper" in explain(decision)
+    assert "equal to w2/0, the next best" in explain(decision)
+
+
+@pytest.mark.parametrize("other_ms", [10.04, 10.0, 9.96])
+def test_costs_that_read_alike_are_equal_whatever_is_behind_the_point(other_ms: float) -> None:
+    chosen = a_score("w1", 10.0, terms={"wait": -0.04, "compute": 10.0})
+    plan = Plan(16, 1, (PullStep("w9", 1, 1, 1, ()),), 3072)
+    text = explain(a_decision(chosen, a_score("w2", other_ms), plan=plan))
+    assert "equal to w2/0, the next best" in text
+    assert "-0.0" not in text
+    assert "0.0 ms for it" not in text
+    assert "0.0 ms against it" not in text
+    assert "reuse 16 tokens (1 block of 16)" in text
+    assert "pull 16 tokens from w9/1 (block 1)" in text
 
 
 def test_scripts_get_json() -> None:

@@ -161,3 +161,33 @@ async def test_those_who_are_not_healed_do_not_hold_up_the_others(bus: MemoryBus
 def test_pauses_double_up_to_the_longest() -> None:
     assert list(islice(pauses(1.0, 30.0), 7)) == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert list(islice(pauses(5.0, 3.0), 2)) == [3.0, 3.0]
+
+
+W1 = InstanceId("w1", 0)
+
+
+async def test_who_heals_again_and_again_is_never_given_up(bus: MemoryBus) -> None:
+    seq = 1
+
+    async def heal(_payload: bytes) -> bytes:
+        nonlocal seq
+        seq += 1
+        await publish(bus, a_batch(inventory(1, as_of=seq - 1), *digests(1), seq=seq))
+        return b""
+
+    await bus.serve(inventory_subject(W1), heal)
+    async with IndexService(bus, IndexState(ReferenceIndex()), settings=SOON) as service:
+        await publish(bus, a_batch(up(), stored(1)))
+        num_losses = 2 * SOON.max_vain_inventory_requests
+        for number in range(1, num_losses + 1):
+            seq += 2
+            await publish(bus, a_batch(stored(1), seq=seq))
+            await eventually(lambda n=number: has_healed(service, n))  # type: ignore[misc]
+        assert service.state.stats().forgotten == 0
+        assert service.inventories.num_requests >= num_losses
+
+
+def has_healed(service: IndexService, num_gaps: int) -> bool:
+    view = service.state.instance(W1)
+    is_exact = view is not None and view.trust is Trust.exact
+    return is_exact and service.state.stats().gaps == num_gaps

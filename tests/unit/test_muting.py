@@ -356,3 +356,18 @@ def test_a_doubt_for_a_mute_stands_beside_one_for_a_loss() -> None:
     reporting.reporter.begin_epoch(2)
     reporting.reporter.put_inventory()
     assert any(isinstance(e, Doubted) and "over its budget" in e.reason for e in reporting.said())
+
+
+def test_mutes_end_one_inventory_at_a_time_however_many_there_are() -> None:
+    """What waits in the outbox of an inventory is counted by nobody else."""
+    reporting = Reporting()
+    for tenant in range(20):
+        blocks = tuple(100 * tenant + n for n in range(1, 6))
+        reporting.report(RawStored(blocks, None, tokens_of(*blocks), cache_salt=f"t{tenant}"))
+    for second in range(2, 60):  # nobody takes anything
+        reporting.reporter.keep_budgets(float(second))
+    inventories = [event for event in reporting.said() if isinstance(event, Inventory)]
+    assert len([each for each in inventories if each.tier is Tier.dram]) == 1
+    reporting.reporter.keep_budgets(99.0)
+    reporting.said()
+    assert reporting.reporter.counters()["muted_namespaces"] == 0

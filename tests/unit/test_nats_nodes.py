@@ -1,5 +1,7 @@
 """When a node of a cluster is given up, and which one is tried next."""
 
+import pytest
+
 from kvatlas.events.nats_nodes import (
     FIRST_PATIENCE_SECONDS,
     LAST_PATIENCE_SECONDS,
@@ -7,6 +9,7 @@ from kvatlas.events.nats_nodes import (
     Patience,
     Servers,
     Silences,
+    is_address,
 )
 
 A, B, C = "nats://a:4222", "nats://b:4222", "nats://c:4222"
@@ -100,3 +103,27 @@ def test_where_nothing_else_is_reached_the_node_is_taken_again() -> None:
     assert servers.is_taken(A, "node a")  # B and C were tried before it
     assert not servers.is_taken(B, "node a")
     assert servers.is_taken(C, "node a")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("nats://a:4222", True),
+        ("TLS://user:pass@a", True),
+        ("wss://a:443/path", True),
+        (" nats://a:4222", True),
+        ("a:4222", True),
+        ("user@a:4222", True),
+        ("[::1]:4222", True),
+        ("nats", True),  # the name of a service
+        ("nats.example.org", True),
+        ("http://a:4222", False),
+        ("nats:/a:4222", False),
+        ("nats://", False),
+        ("a:port", False),
+        ("a b", False),
+        ("", False),
+    ],
+)
+def test_what_is_no_address_of_a_broker_is_known_by_its_form(text: str, is_one: bool) -> None:
+    assert is_address(text) is is_one

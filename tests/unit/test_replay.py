@@ -26,6 +26,7 @@ from kvatlas.replay import (
     replay_stream,
     report_of,
 )
+from kvatlas.reports import replay_lines
 from kvatlas.schemas.errors import InvalidBlock, InvalidRequest, UnknownModel
 from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher, Namespace
@@ -109,6 +110,16 @@ def test_the_earlier_of_two_moments_counts_and_none_is_behind_the_archive() -> N
     earlier = replay(archive, Moment(sequence=4, time_ns=2 * SECOND), ReferenceIndex)
     assert earlier.stream_sequence == 2
     assert replay(archive, Moment(sequence=99), ReferenceIndex).stream_sequence == 5
+
+
+@pytest.mark.parametrize(("asked", "is_beyond"), [(5, False), (6, True)])
+def test_a_replay_beyond_the_archive_says_where_that_ends(asked: int, is_beyond: bool) -> None:
+    moment = Moment(sequence=asked)
+    report = report_of(replay(an_archive(LOG), moment, ReferenceIndex))
+    assert report.log_end == 5
+    lines = replay_lines(report, moment)
+    assert ("the archive ends at 5" in lines) is is_beyond
+    assert "4 batches that counted" in lines[0]
 
 
 def test_a_hole_in_the_archive_shows_in_the_replay() -> None:

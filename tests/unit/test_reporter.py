@@ -201,3 +201,14 @@ def test_after_a_loss_what_is_known_becomes_the_inventory(reporting: Reporting) 
     reporting.said()
     reporting.reporter.report([Lost(3)], writer_lists=False, now=0.0)
     assert Inventory in reporting.kinds()
+
+
+def test_losses_while_an_inventory_waits_owe_one_more_together() -> None:
+    reporting = Reporting()
+    for _ in range(5):
+        reporting.reporter.report([Lost(3)], writer_lists=False, now=0.0)
+    assert reporting.kinds().count(Inventory) == len(Tier)
+    reporting.reporter.put_digests()
+    assert reporting.kinds().count(Inventory) == len(Tier)
+    reporting.reporter.put_digests()
+    assert Inventory not in reporting.kinds()

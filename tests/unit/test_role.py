@@ -9,7 +9,9 @@ import pytest
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.face import Announcement, Wait
 from kvatlas.role import stopping_with, until_stopped
+from kvatlas.router.app import create_app
 from kvatlas.router.waiting import WaitingApp
+from testkit.fleet import Fleet
 
 
 class TestWait:
@@ -37,7 +39,26 @@ class TestWaitingApp:
         assert 'policy="random"' in measured.text
         assert "\nkv_ready 0.0\n" in measured.text
 
-    @pytest.mark.parametrize("path", ["/readyz", "/", "/v1/workers", "/anything"])
+    async def test_its_page_is_there_and_reads_what_is_waited_for(
+        self, client: httpx.AsyncClient
+    ) -> None:
+        page = await client.get("/")
+        assert (page.status_code, page.headers["cache-control"]) == (200, "no-store")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "problem.detail" in page.text
+
+    @pytest.mark.parametrize("decides", [True, False])
+    async def test_it_describes_the_application_that_follows(self, decides: bool) -> None:
+        waiting = WaitingApp(Wait(lambda: 0.0), "random", decides=decides)
+        app = create_app(Fleet().router(), decides=decides)
+        documents = []
+        for each in (waiting, app):
+            transport = httpx.ASGITransport(each)
+            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+                documents.append((await client.get("/openapi.json")).json())
+        assert documents[0] == documents[1]
+
+    @pytest.mark.parametrize("path", ["/readyz", "/v1/workers", "/anything"])
     async def test_all_else_is_to_be_asked_later(
         self, client: httpx.AsyncClient, path: str
     ) -> None:

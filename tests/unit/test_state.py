@@ -5,7 +5,9 @@ import pytest
 
 from kvatlas.events.codec import DecodedBatch
 from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.batches import MAX_REASON
 from kvatlas.indexer.fleet import MAX_REJECTED_KINDS
+from kvatlas.indexer.instances import MAX_OPEN_INVENTORY_BYTES, PART_BYTES, OpenInventory
 from kvatlas.indexer.reader import IndexReader, IndexStats, Replaced
 from kvatlas.indexer.records import MAX_CONTROLS
 from kvatlas.indexer.state import IndexState
@@ -26,7 +28,10 @@ from kvatlas.schemas.kv_events import (
     WIRE_VERSION,
     AllBlocksCleared,
     ControlRecord,
+    Doubted,
     EventBatch,
+    Inventory,
+    NamespacesMuted,
     RejectedEvent,
     WorkerDown,
     WorkerUp,
@@ -90,7 +95,8 @@ def test_a_view_tells_all_of_an_instance() -> None:
 
 def test_a_name_that_was_taken_from_a_living_process_is_told_with_both() -> None:
     state = a_state(a_batch(WorkerUp(an_info()), epoch=7))
-    effects = state.handle(arrived(a_batch(up(), epoch=8), 2))
+    elsewhere = WorkerUp(msgspec.structs.replace(an_info(), base_url="http://elsewhere"))
+    effects = state.handle(arrived(a_batch(elsewhere, epoch=8), 2))
     was = Replaced(7, "http://127.0.0.1:1", last_event_ns=SECOND)
     assert ReportTakeover(W1, 8, was) in effects
     view = state.instance(W1)
@@ -102,6 +108,32 @@ def test_a_name_that_was_taken_from_a_living_process_is_told_with_both() -> None
     assert view is not None
     assert view.replaced is None
     assert state.stats().takeovers == 1
+
+
+def test_an_engine_that_begins_anew_where_it_was_takes_nobodys_name() -> None:
+    state = a_state(a_batch(up(), epoch=7), a_batch(up(), epoch=8))
+    view = state.instance(W1)
+    assert view is not None
+    assert (view.epoch, view.replaced, state.stats().takeovers) == (8, None, 0)
+
+
+def test_of_a_reason_a_line_is_kept() -> None:
+    long = "x" * 1_000_000
+    state = a_state(a_batch(up(), NamespacesMuted(hashes(1, 2), long), Doubted(long)))
+    view = state.instance(W1)
+    assert view is not None
+    assert [len(why) for why in view.muted.values()] == [MAX_REASON] * 2
+    assert len(view.trust_reasons[0]) < MAX_REASON + 50
+
+
+def test_parts_of_an_inventory_without_hashes_are_bounded_too() -> None:
+    instance = OpenInventory(as_of_seq=1, parts=10**9)
+    numbers = range(1, MAX_OPEN_INVENTORY_BYTES)
+    taken = next(
+        n for n in numbers if not instance.take(Inventory(1, n, 10**9, Tier.hbm, b"r" * 16, b""))
+    )
+    assert taken <= MAX_OPEN_INVENTORY_BYTES // PART_BYTES + 1
+    assert instance.runs == []
 
 
 def test_both_sides_of_a_divergence_are_shown_until_they_are_equal() -> None:

@@ -11,6 +11,7 @@ A node whose JetStream answers nothing any more is left for another one (nats_no
 import asyncio
 import logging
 import random
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from nats.js.errors import APIError
 
 from kvatlas.events.bus import OnConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS, translate
-from kvatlas.events.nats_nodes import Patience, Servers, Silences
+from kvatlas.events.nats_nodes import Patience, Servers, Silences, is_address
 from kvatlas.events.nats_quorum import is_without_leader
 from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, KvatlasError, RequestTimedOut
 
@@ -60,6 +61,7 @@ class NatsConnection:
         tls: ssl.SSLContext | None = None,
         reconnect_seconds: float = 0.2,
     ) -> None:
+        _check_addresses(servers)
         _check_key_file(creds_file)
         _check_key_file(nkey_file)
         self._servers = Servers(servers)
@@ -251,7 +253,7 @@ class NatsConnection:
             await asyncio.sleep(self._reconnect_seconds * random.uniform(0.5, 1.5))
 
     async def _live(self, first: asyncio.Future[None]) -> None:
-        client = Client()
+        client = _Client()
         try:
             await self._connect(client, first)
             if self._servers.is_taken(_url_of(client) or "", _node_of(client)):
@@ -301,7 +303,8 @@ class NatsConnection:
         if not first.done():
             first.set_result(None)
         if (url := _url_of(client)) is not None:
-            _logger.info("connected to %s", without_user(url))
+            again = " again" if self.num_connects > 1 else ""
+            _logger.info("connected%s to the broker at %s", again, without_user(url))
         for callback in tuple(self._on_connection):
             callback(True)
         while client.is_connected and not gone.done():
@@ -340,9 +343,11 @@ class NatsConnection:
                 first.set_exception(InvalidSetting("credentials", "the broker", "it refuses them"))
             self._failures += 1
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            trying = "; trying on" if not first.done() else ""
+            retrying = "; retrying" if not first.done() else ""
             problem = str(error) or type(error).__name__
-            _logger.log(level, "broker %s: %s%s", self.where, problem, trying)
+            if isinstance(error, socket.gaierror):
+                problem = f"this name cannot be resolved ({problem}): look at --nats or nats.url"
+            _logger.log(level, "broker %s: %s%s", self.where, problem, retrying)
         else:
             _logger.error("a callback of the bus failed", exc_info=error)
 
@@ -431,6 +436,14 @@ def _as_same_user(found: ParseResult, known: str) -> str:
     return found._replace(netloc=f"{user}{at}{found.netloc}").geturl()
 
 
+def _check_addresses(servers: Sequence[str]) -> None:
+    for server in servers:
+        if not is_address(server):
+            forms = "nats://HOST:4222, tls://, ws://, wss:// or HOST:4222"
+            problem = f"{without_user(server)!r} is no address of a broker: expected {forms}"
+            raise InvalidSetting("nats.url", "", problem)
+
+
 def _check_key_file(key_file: Path | None) -> None:
     if key_file is None:
         return
@@ -439,3 +452,14 @@ def _check_key_file(key_file: Path | None) -> None:
     if find_spec("nkeys") is None:
         need = "needs the package nkeys: pip install 'nats-py[nkeys]'"
         raise InvalidSetting("credentials", str(key_file), need)
+
+
+class _Client(Client):
+    """Survives names that are not UTF-8, which brokers carry and nats-py cannot decode."""
+
+    def _build_message(self, sid: int, subject: bytes, reply: bytes, *rest: Any) -> Any:
+        return super()._build_message(sid, _utf8(subject), _utf8(reply), *rest)
+
+
+def _utf8(name: bytes) -> bytes:
+    return name.decode(errors="backslashreplace").encode()

@@ -6,6 +6,7 @@ the order of equal addresses, which is drawn.
 """
 
 import random
+import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
@@ -16,6 +17,10 @@ LAST_PATIENCE_SECONDS = 160.0
 #: who asks less often than this is not waiting in between; longer than what else it may ask takes
 PAUSE_SECONDS = 20.0
 DEFAULT_PORT = 4222
+SCHEMES = frozenset({"nats", "tls", "ws", "wss"})
+
+#: without a scheme: [user@]host[:port]; a bare word may be the name of a service
+_HOST_PORT = re.compile(r"(?:[^@/\s]+@)?(?:\[[^\s\]]+\]|[^\s/:@\[\]]+)(?::\d+)?")
 
 
 class Silences:
@@ -107,6 +112,17 @@ class Servers:
             return True
         self._shunned.add(_address(url))
         return all(_address(other) in self._shunned for other in self.urls)
+
+
+def is_address(text: str) -> bool:
+    """Say whether a text has the form of a broker's address: scheme://host[:port] or host[:port].
+
+    Whether host and port are any is for whoever connects to find out.
+    """
+    scheme, slashes, rest = text.strip().partition("://")
+    if slashes:
+        return scheme.lower() in SCHEMES and bool(rest)
+    return _HOST_PORT.fullmatch(text.strip()) is not None
 
 
 def _address(url: str) -> tuple[str, int]:

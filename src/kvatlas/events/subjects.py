@@ -22,16 +22,24 @@ from kvatlas.schemas.ids import InstanceId
 #: where routers tell one another what they gave to whom
 ROUTERS = "kv.routers"
 
+#: characters of a worker's name in the subject of letters
+MAX_LETTERS_TOKEN = 512
 _PLAIN = re.compile(rb"[A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 
 
 @lru_cache(maxsize=4096)
 def escape_token(name: str) -> str:
-    """Return the name as one token of a subject or key."""
+    """Return the name as one token of a subject or key.
+
+    Raises InvalidSubject for what is no text, such as bytes of a command line that are no UTF-8.
+    """
     if not name:
         return "="
-    units = (bytes([unit]) for unit in name.encode())
+    try:
+        units = (bytes([unit]) for unit in name.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidSubject(repr(name)) from error
     return "".join(u.decode() if _PLAIN.match(u) else f"={u[0]:02X}" for u in units)
 
 
@@ -75,12 +83,17 @@ def decisions_subject(model: str) -> str:
 
 def dead_letter_subject(worker: str, stream_sequence: int) -> str:
     """Return where the letter about a message of the log goes; `worker` may be empty (unknown)."""
-    return f"kv.dead.{escape_token(worker)}.{stream_sequence}"
+    return f"kv.dead.{_letters_token(worker)}.{stream_sequence}"
 
 
 def dead_letters_of(worker: str) -> str:
     """Return the pattern of all letters about a worker's messages."""
-    return f"kv.dead.{escape_token(worker)}.*"
+    return f"kv.dead.{_letters_token(worker)}.*"
+
+
+def _letters_token(worker: str) -> str:
+    # whoever writes rubbish may call itself what it likes
+    return escape_token(worker)[:MAX_LETTERS_TOKEN]
 
 
 def router_subject(router_id: str) -> str:

@@ -20,7 +20,7 @@ from kvatlas.indexer.stimuli import (
 )
 from kvatlas.schemas.digest import TierDigest, split_hashes
 from kvatlas.schemas.errors import IndexFull
-from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.ids import NUM_TIERS, Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
@@ -39,6 +39,8 @@ from kvatlas.schemas.kv_events import (
     WorkerUp,
 )
 
+#: characters kept of a reason; it stands in every answer about the instance
+MAX_REASON = 200
 _NEXT, _GONE = Verdict.next, Trust.gone
 #: kinds of events whose loss can leave the index wrong
 _STATEFUL = frozenset(
@@ -101,8 +103,6 @@ class BatchFold:
                 return False
             case Verdict.new_epoch:
                 self._fleet.begin(instance, batch.epoch)
-                if instance.replaced:
-                    effects.append(ReportTakeover(instance.id, batch.epoch, instance.replaced))
         if batch.seq != instance.seq + 1:
             self._take_gap(instance, batch.seq, effects)
         return True
@@ -122,11 +122,14 @@ class BatchFold:
                     self._take_digest(instance, event, effects)
                 case Inventory() as event:
                     number = instance.number
-                    self._residency.take_inventory(instance, event)
-                    self._fleet.version += instance.number != number
+                    try:
+                        self._residency.take_inventory(instance, event)
+                    finally:  # also where the index is full: its old number is another's soon
+                        self._fleet.version += instance.number != number
                 case AllBlocksCleared() as event:
                     self._residency.clear(instance, event)
                 case WorkerUp(info):
+                    self._judge_takeover(instance, info, effects)
                     self._residency.introduce(instance, info)
                     self._fleet.version += 1
                 case WorkerDown(reason):
@@ -142,6 +145,19 @@ class BatchFold:
                     pass
         except IndexFull as error:
             self._fleet.note_index_full(instance, error)
+
+    def _judge_takeover(
+        self, instance: Instance, info: WorkerInfo, effects: list[Effect]
+    ) -> None:
+        """Tell an engine that began anew where it was from a process elsewhere of its name."""
+        was = instance.replaced
+        if was is None or instance.info is not None:
+            return
+        if was.base_url == info.base_url:
+            instance.replaced = None
+            return
+        self._counters.takeovers += 1
+        effects.append(ReportTakeover(instance.id, instance.epoch, was))
 
     def _take_gap(self, instance: Instance, found: int, effects: list[Effect]) -> None:
         expected = instance.seq + 1
@@ -183,14 +199,14 @@ class BatchFold:
 
     def _take_doubt(self, instance: Instance, reason: str) -> None:
         if reason:
-            instance.damages[Damage.doubted] = reason
+            instance.damages[Damage.doubted] = reason[:MAX_REASON]
             instance.trust = Trust.degraded
         else:
             instance.clear_doubt(Damage.doubted)
 
     def _take_mutes(self, instance: Instance, roots: bytes, reason: str) -> None:
         """Note of which namespaces it holds more than it says; said again, that is no news."""
-        muted = dict.fromkeys(split_hashes(roots), reason)
+        muted = dict.fromkeys(split_hashes(roots), reason[:MAX_REASON])
         if muted != instance.muted:
             self._counters.namespace_mutes += len(muted.keys() - instance.muted.keys())
             instance.muted = muted

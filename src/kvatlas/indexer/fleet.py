@@ -81,7 +81,6 @@ class Fleet:
         self.residency.release(instance)
         self.gone.pop(instance.id, None)
         instance.begin(epoch)
-        self.counters.takeovers += instance.replaced is not None
         self.version += 1
         try:
             self.residency.admit(instance)

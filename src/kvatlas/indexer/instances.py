@@ -16,6 +16,8 @@ from kvatlas.schemas.kv_events import Inventory
 
 #: bytes of hashes in an inventory that is not complete yet, per tier; more drops the set
 MAX_OPEN_INVENTORY_BYTES = 256 * 1024 * 1024
+#: and each part counts for so much, hashes or none
+PART_BYTES = 64
 
 
 class Damage(StrEnum):
@@ -60,7 +62,7 @@ class OpenInventory(Struct):
 
     def take(self, part: Inventory) -> bool:
         """Add the part if it is the one that follows; return whether it was."""
-        self.num_bytes += len(part.hashes)
+        self.num_bytes += len(part.hashes) + PART_BYTES
         if (part.as_of_seq, part.parts, part.part) != (
             self.as_of_seq,
             self.parts,
@@ -68,7 +70,8 @@ class OpenInventory(Struct):
         ) or self.num_bytes > MAX_OPEN_INVENTORY_BYTES:
             return False
         self.num_seen = part.part
-        self.runs.append((part.root, part.hashes))
+        if part.hashes:
+            self.runs.append((part.root, part.hashes))
         return True
 
     @property

@@ -69,9 +69,13 @@ class InventoryRequests:
 
     async def _ask(self, instance: InstanceId) -> None:
         await asyncio.sleep(random.random() * self._jitter_seconds)
+        while self._wants(instance):
+            await self._ask_until_healed(instance)
+        self._wanted.discard(instance)
+
+    async def _ask_until_healed(self, instance: InstanceId) -> None:
+        """Ask with growing pauses; the last one passes also after it has healed."""
         for number, pause in enumerate(pauses(self._retry_seconds, self._max_retry_seconds)):
-            if not self._wants(instance):
-                break
             if number == self._give_up_after:
                 self._on_give_up(instance)
             waited_seconds = 0.0
@@ -80,8 +84,10 @@ class InventoryRequests:
                     waited_seconds = await self._until_healed(
                         instance, min(pause, self._timeout_seconds)
                     )
+            has_healed = not self._wants(instance)
             await asyncio.sleep(pause - waited_seconds)
-        self._wanted.discard(instance)
+            if has_healed or not self._wants(instance):
+                return
 
     def _wants(self, instance: InstanceId) -> bool:
         return self._state.fleet.wants_inventory(instance)

@@ -3,6 +3,7 @@
 import logging
 import time
 
+from kvatlas.events.streams import KV_EVENTS
 from kvatlas.indexer.stimuli import (
     Effect,
     ReportDivergence,
@@ -28,11 +29,15 @@ class EffectLog:
         #: (kind, worker) -> when it was last written, and how many were left out since
         self._written: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def report(self, effect: Effect, *, is_history: bool) -> None:
-        """Write the effect; what happened before we started only at debug level."""
+    def report(self, effect: Effect, stream_sequence: int, *, is_history: bool) -> None:
+        """Write the effect of a message; what happened before we started only at debug level."""
         match effect:
             case ReportRejected(worker, kind, reason):
-                self._write(("rejected " + kind, worker), f"skipped {kind}: {reason}", is_history)
+                at = f"message {stream_sequence} of {KV_EVENTS}"
+                if kind != "unknown":  # no letter is left about what a newer minor version says
+                    at = f"{at} (see `kvatlas dead-letters`)"
+                what = f"skipped {kind} in {at}: {reason}"
+                self._write(("rejected " + kind, worker), what, is_history)
             case ReportGap(instance, epoch, expected, found):
                 what = f"gap of {instance}, epoch {epoch}: expected {expected}, got {found}"
                 self._write(("gap", instance.worker), what, is_history)
@@ -44,7 +49,8 @@ class EffectLog:
                 what = f"{instance} holds {told.count} in {tier.name}, the index {found.count}"
                 self._write(("divergence", instance.worker), what, is_history)
             case ReportTrust(instance, epoch, trust, reasons):
-                what = f"{instance}, epoch {epoch}: {trust} {', '.join(reasons)}".rstrip()
+                why = f" ({', '.join(reasons)})" if reasons else ""
+                what = f"{instance}, epoch {epoch}: {trust}{why}"
                 is_bad = trust is not Trust.exact
                 self._write((trust, instance.worker), what, is_history, is_bad)
 

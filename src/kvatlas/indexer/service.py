@@ -96,7 +96,7 @@ class ServiceSettings(Struct, frozen=True):
     inventory_retry_seconds: float = 1.0
     inventory_max_retry_seconds: float = 30.0
     #: repairs under way at a time; more heal a broken fleet sooner and delay answers meanwhile
-    max_inventory_requests: int = 4
+    max_inventory_requests: int = 2
     #: after so many in vain, half a minute by the pauses above, what the instance is believed to
     #: hold is dropped
     max_vain_inventory_requests: int = 6
@@ -385,7 +385,8 @@ class IndexService:
                 if self.is_ready:
                     self.inventories.want(instance)
             case _:
-                self._log.report(effect, is_history=not self.is_ready)
+                at = self.state.stream_sequence
+                self._log.report(effect, at, is_history=not self.is_ready)
 
     # --- what this replica finds -----------------------------------------------------------------
 

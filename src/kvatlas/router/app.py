@@ -13,13 +13,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from kvatlas import __version__
 from kvatlas.router.answers import encoded
 from kvatlas.router.control import control_routes
 from kvatlas.router.hot import HotRoutes, Message, Receive, Scope, Send
 from kvatlas.router.hot_protocol import HotProtocol, protocol_of
 from kvatlas.router.metrics import MeteredRouter, RouterMetrics, StateCollector
-from kvatlas.router.openapi import complete
+from kvatlas.router.openapi import ABOUT, complete
 from kvatlas.router.problems import (
     MEDIA_TYPE,
     Boundary,
@@ -40,9 +39,9 @@ class RouterApp(FastAPI):
         self, service: RouterService, decides: bool, siblings: Siblings | None = None
     ) -> None:
         super().__init__(
-            title="kvatlas router",
-            version=__version__,
-            summary="Which worker holds how much of a prompt, and where a request goes",
+            title=ABOUT["title"],
+            version=ABOUT["version"],
+            summary=ABOUT["summary"],
             docs_url=None,  # both pages load their code from elsewhere
             redoc_url=None,
             openapi_url=None,  # below, ending its line as all our answers do

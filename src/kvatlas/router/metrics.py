@@ -27,7 +27,7 @@ RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 8, 16)
 
 
 # when a counter began is in no rule and on no page, and doubles what is scraped
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class RouterMetrics:

@@ -1,9 +1,12 @@
 """The OpenAPI document: FastAPI's for the control routes, the hot ones, and our types."""
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
+from kvatlas import __version__
 from kvatlas.router.answers import ReportAnswer, RouteAnswer, ScoreAnswer
 from kvatlas.router.bodies import (
     OCTETS_TYPE,
@@ -12,13 +15,29 @@ from kvatlas.router.bodies import (
     ScoreBody,
     ScoreQuery,
 )
-from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE
+from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE, control_routes
 from kvatlas.router.hot import DONE, PREFILLED, REPORTS, ROUTE, SCORE
 from kvatlas.router.problems import Problem
 from kvatlas.router.requests import Report
+from kvatlas.router.service import RouterService
 from kvatlas.router.signals import MAX_DECISION_ID
 
 _REFERENCE = "#/components/schemas/{name}"
+
+#: what the document says of the application
+ABOUT: dict[str, str] = {
+    "title": "kvatlas router",
+    "version": __version__,
+    "summary": "Which worker holds how much of a prompt, and where a request goes",
+}
+
+
+def document(decides: bool) -> dict[str, Any]:
+    """Return the document of an application that is not there yet."""
+    app = FastAPI(title=ABOUT["title"], version=ABOUT["version"], summary=ABOUT["summary"])
+    nobody = cast(RouterService, None)  # the routes are described, none is asked
+    app.include_router(control_routes(nobody, CollectorRegistry(), None))
+    return complete(app.openapi(), decides)
 
 
 def complete(document: dict[str, Any], decides: bool) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """What a router answers before it can answer: that it is alive, and what it waits for.
 
-    GET /healthz   200        GET /metrics    kv_connected, kv_ready, kv_build_info
-    GET /readyz    503        all others      503, and when to try again
+    GET /healthz   200        GET /metrics         kv_connected, kv_ready, kv_build_info
+    GET /readyz    503        GET /, /openapi.json as later; the page says what is waited for
+                              all others           503, and when to try again
 
 The process shows it until its index is there, then the application in `app.py`.
 """
 
+from functools import cache
+from importlib.resources import files
 from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -14,8 +17,9 @@ from prometheus_client.registry import Collector
 
 from kvatlas import __version__
 from kvatlas.router.answers import encoded
-from kvatlas.router.control import Health
+from kvatlas.router.control import PAGE_POLICY, Health
 from kvatlas.router.hot import Receive, Scope, Send, send_answer
+from kvatlas.router.openapi import document
 from kvatlas.router.problems import problem
 
 
@@ -34,10 +38,10 @@ class Wait(Protocol):
 
 
 class WaitingApp:
-    """The ASGI application of a process that waits."""
+    """The ASGI application of a process that waits; one whose router `decides` will route, too."""
 
-    def __init__(self, wait: Wait, policy: str) -> None:
-        self._wait = wait
+    def __init__(self, wait: Wait, policy: str, *, decides: bool = True) -> None:
+        self._wait, self._decides = wait, decides
         self._registry = CollectorRegistry()
         self._registry.register(_WaitCollector(wait, policy))
 
@@ -49,7 +53,12 @@ class WaitingApp:
             case "GET", "/healthz":
                 await send_answer(send, encoded(Health("ok", __version__)))
             case "GET", "/metrics":
-                await _send_text(send, generate_latest(self._registry))
+                await _send(send, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+            case "GET", "/":
+                page = (files("kvatlas.router") / "page.html").read_bytes()
+                await _send(send, page, "text/html; charset=utf-8", _PAGE_HEADERS)
+            case "GET", "/openapi.json":
+                await _send(send, _document(self._decides), "application/json")
             case _:
                 await send_answer(send, problem(503, self._wait.why))
 
@@ -71,10 +80,24 @@ class _WaitCollector(Collector):
         ]
 
 
-async def _send_text(send: Send, body: bytes) -> None:
+@cache
+def _document(decides: bool) -> bytes:
+    return encoded(document(decides))
+
+
+_PAGE_HEADERS = (
+    (b"content-security-policy", PAGE_POLICY.encode()),
+    (b"cache-control", b"no-store"),
+)
+
+
+async def _send(
+    send: Send, body: bytes, media_type: str, more: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
     headers = [
-        (b"content-type", CONTENT_TYPE_LATEST.encode()),
+        (b"content-type", media_type.encode()),
         (b"content-length", b"%d" % len(body)),
+        *more,
     ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -38,6 +38,8 @@ FIRST_AUDIT_SECONDS, MAX_AUDIT_SECONDS = 1.0, 300.0
 MAX_ADAPTERS = 1024
 #: of a name, in characters
 MAX_NAME = 256
+#: between two ends of mutes, each of which an inventory follows
+MUTES_END_SECONDS = 1.0
 
 
 class Reported(Struct, frozen=True):
@@ -77,6 +79,10 @@ class Reporter:
         self._budgets = NamespaceBudgets(budgets or NamespaceBudgetSettings())
         #: root -> blocks told since its budget was looked at
         self._told: Counter[bytes] = Counter()
+        #: the ring lost something that the engine cannot list
+        self._owes_inventory = False
+        #: mutes end no sooner
+        self._next_end_at = float("-inf")
         #: engine -> the adapter that reads its batches
         self._adapters: dict[str, EngineAdapter] = {}
         #: first sequence of the last inventory
@@ -107,7 +113,7 @@ class Reporter:
                 case RawLost():
                     wants_listing |= writer_lists
                     if not writer_lists:
-                        self.put_inventory()
+                        self._owes_inventory = True
                 case RawListed(complete):
                     self.put_digests()
                     self._num_failed_listings = 0 if complete else self._num_failed_listings + 1
@@ -117,6 +123,7 @@ class Reporter:
                     is_restarted, self._patience = True, _Patience()
                 case _:
                     pass
+        self._pay_inventory()
         if writer_lists and differs:
             wants_listing |= self._patience.is_over(now)
         return Reported(wants_listing, is_restarted)
@@ -127,6 +134,7 @@ class Reporter:
         Who speaks is said again with it: a reader may begin after WorkerUp has left the stream.
         A doubt or a mute that is over is over for readers when they have the inventory.
         """
+        self._owes_inventory = False
         as_of_seq = self._outbox.seal()
         self._outbox.add_inventory([self._outbox.up, *self._edge.inventory(as_of_seq)])
         self._put_digests(self._edge.caveats(even_none=True))
@@ -134,12 +142,22 @@ class Reporter:
 
     def promise_inventory(self) -> int:
         """Put the inventory unless one still waits; return the sequence that it begins with."""
-        if self._outbox.last_taken_seq >= self._inventory_seq:
+        if not self._does_one_wait:
             self.put_inventory()
         return self._inventory_seq
 
+    @property
+    def _does_one_wait(self) -> bool:
+        # what an inventory has of the outbox is not counted, so there is one at a time
+        return self._outbox.last_taken_seq < self._inventory_seq
+
+    def _pay_inventory(self) -> None:
+        if self._owes_inventory and not self._does_one_wait:
+            self.put_inventory()
+
     def put_digests(self) -> None:
         """Put the digest of every tier, with what equal ones must not hide."""
+        self._pay_inventory()
         self._put_digests(self._edge.caveats())
 
     def _put_digests(self, caveats: list[KvEvent]) -> None:
@@ -162,13 +180,15 @@ class Reporter:
         if not self._told and not self._budgets.num_muted:
             return []
         told, self._told = self._told, Counter()
+        may_end = now >= self._next_end_at and not self._does_one_wait
         over = [root for root, blocks in told.items() if not self._budgets.take(root, blocks, now)]
-        ended = self._budgets.due(now)
+        ended = self._budgets.due(now) if may_end else []
         if over:
             settings = self._budgets.settings
             reason = f"more than {settings.blocks_per_second:.0f} blocks/s"
             self._outbox.add(self._edge.mute(over, reason))
         if ended:
+            self._next_end_at = now + MUTES_END_SECONDS
             self._edge.unmute(ended)
             if not self._outbox.is_lost:  # else one has to follow anyway
                 self.put_inventory()

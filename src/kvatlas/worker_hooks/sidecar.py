@@ -5,7 +5,6 @@ an operator; ends with its engine. What it does meanwhile is in `sidecar_service
 """
 
 import asyncio
-import logging
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.schemas.errors import KvatlasError
 from kvatlas.worker_hooks.exchange import make_pool
 from kvatlas.worker_hooks.launch import FENCED_STATUS
+from kvatlas.worker_hooks.log_lines import write_log_lines
 from kvatlas.worker_hooks.process import leaves, process_ended, signals_call, until_not
 from kvatlas.worker_hooks.ring import RingReader
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
@@ -63,10 +63,7 @@ def _bus(options: SidecarOptions) -> NatsBus:
 def main() -> int:
     """Run the sidecar whose options (JSON) are on standard input."""
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=SidecarOptions)
-    logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(asctime)s sidecar {options.instance} %(levelname)s %(message)s",
-    )
+    write_log_lines(f"sidecar {options.instance}")
     status = 1
     try:
         status = FENCED_STATUS if asyncio.run(run_sidecar(options)) == FENCED else 0

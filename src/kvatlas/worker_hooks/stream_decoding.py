@@ -33,6 +33,7 @@ from kvatlas.schemas.kv_events import (
 from kvatlas.schemas.kv_events import Sequence as BatchSequence
 from kvatlas.worker_hooks.captures import with_bytes
 from kvatlas.worker_hooks.decoding import listed
+from kvatlas.worker_hooks.digest_lines import DigestLines
 from kvatlas.worker_hooks.residency import Residency
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
@@ -64,10 +65,14 @@ class StreamCounts(Struct):
 
 
 class StreamDecoding:
-    """Reads rows of `stream_rows`. `story` yields lines while it reads; then `report` is true."""
+    """Reads rows of `stream_rows`. `story` yields lines while it reads; then `report` is true.
 
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+    With `folds`, equal digests of an instance with nothing between them are one line of the story.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]], *, folds: bool = False) -> None:
         self._rows = rows
+        self._digests = DigestLines() if folds else None
         self._instances: dict[tuple[str, int], _Instance] = {}
         self._rejected: Counter[str] = Counter()
         self.counts = StreamCounts()
@@ -81,6 +86,8 @@ class StreamDecoding:
                 yield self._rejection(_place(row), "malformed_batch", error)
                 continue
             yield from self._batch(batch)
+        if self._digests is not None:
+            yield from self._digests.end_all()
 
     def reject(self, kind: str) -> None:
         """Count what the reader of the file could not read."""
@@ -107,25 +114,42 @@ class StreamDecoding:
         instance = self._instances.setdefault(key, _Instance(self.counts))
         if batch.epoch < instance.epoch:
             self.counts.stale += 1
+            yield from self._kept_back(key)
             yield f"{where}: of an epoch that is over, left out"
             return
         if batch.epoch == instance.epoch and batch.seq <= instance.seq:
             self.counts.repeated += 1
+            yield from self._kept_back(key)
             yield f"{where}: had already, left out"
             return
-        yield from (f"{where}: {line}" for line in instance.arrive(batch.epoch, batch.seq))
+        for line in instance.arrive(batch.epoch, batch.seq):
+            yield from self._kept_back(key)
+            yield f"{where}: {line}"
         for position, content in enumerate(batch.events):
+            at = f"{where}.{position}"
             try:
-                lines = self._event(instance, content)
-                yield f"{where}.{position}: {lines}"
+                line, is_confirmed = self._event(instance, content)
             except _UNREADABLE as error:
-                yield self._rejection(f"{where}.{position}", _kind(content), error)
+                yield from self._kept_back(key)
+                yield self._rejection(at, _kind(content), error)
+                continue
+            if is_confirmed and self._digests is not None:
+                self._digests.put(key, at, line)
+                continue
+            yield from self._kept_back(key)
+            yield f"{at}: {line}"
 
-    def _event(self, instance: "_Instance", content: Any) -> str:
+    def _kept_back(self, instance: tuple[str, int]) -> Iterator[str]:
+        return iter(()) if self._digests is None else self._digests.end(instance)
+
+    def _event(self, instance: "_Instance", content: Any) -> tuple[str, bool]:
+        """Return an event in words, and whether it is a digest that is as expected."""
         if content == ["up"]:
-            return "up, its description redacted"
+            return "up, its description redacted", False
         event: KvEvent = msgspec.convert(with_bytes(content), KvEvent)
-        return instance.take(event)
+        num_before = self.counts.digest_mismatches
+        line = instance.take(event)
+        return line, isinstance(event, Digest) and self.counts.digest_mismatches == num_before
 
     def _rejection(self, where: str, kind: str, error: Exception) -> str:
         self._rejected[kind] += 1

@@ -79,6 +79,8 @@ class AttachedState:
         self.num_retries = 0
         #: the writer stood still in the middle of a change when it was asked last
         self._is_stuck = False
+        #: what the writer left at rest cannot be read
+        self._is_unreadable = False
         #: the header whose files could not be read
         self._complained_of = 0
         self._find_writer()
@@ -97,11 +99,11 @@ class AttachedState:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody writes any more: dead, ended, stuck in a change, or never there."""
+        """Whether nobody writes what can be read: dead, ended, stuck in a change, never there."""
         if self._is_silent():
             self._find_writer()
             return self._is_silent()
-        return self._is_stuck and self._is_within_a_change()
+        return self._is_unreadable or (self._is_stuck and self._is_within_a_change())
 
     def _is_within_a_change(self) -> bool:
         return bool(self._header[fence_kernel.VERSION] & np.uint64(1))
@@ -211,9 +213,13 @@ class AttachedState:
             # half of a change: files that are gone, numbers that stand for nobody
             if fence_kernel.is_unchanged(header, version):
                 self._complain(error)
+                self._is_unreadable = True
                 return True, nothing
             return False, nothing
-        return bool(fence_kernel.is_unchanged(header, version)), answer
+        if not fence_kernel.is_unchanged(header, version):
+            return False, nothing
+        self._is_unreadable = False
+        return True, answer
 
     def _follow(self) -> bool:
         """Bring arrays and fleet up to the header; return whether there is a fleet to speak of."""
