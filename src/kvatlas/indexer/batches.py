@@ -146,9 +146,7 @@ class BatchFold:
         except IndexFull as error:
             self._fleet.note_index_full(instance, error)
 
-    def _judge_takeover(
-        self, instance: Instance, info: WorkerInfo, effects: list[Effect]
-    ) -> None:
+    def _judge_takeover(self, instance: Instance, info: WorkerInfo, effects: list[Effect]) -> None:
         """Tell an engine that began anew where it was from a process elsewhere of its name."""
         was = instance.replaced
         if was is None or instance.info is not None:
