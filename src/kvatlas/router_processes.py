@@ -8,6 +8,7 @@ A router that ends is started again. All of them end with this process.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -46,9 +47,10 @@ def kept_port(host: str, port: int) -> Generator[int, None, None]:
 @contextlib.asynccontextmanager
 async def router_processes(
     count: int, settings: Settings, nats_url: str, index_folder: Path, port: int
-) -> AsyncGenerator[str, None]:
-    """Run the routers while the block runs; yields their common URL once all of them listen.
+) -> AsyncGenerator[tuple[str, list[str]], None]:
+    """Run the routers while the block runs; yields their common URL and each one's own.
 
+    All of them listen then. One that is started again has another URL of its own, which is logged.
     Raises RouterNotStarted.
     """
     host = settings.router.host
@@ -57,7 +59,7 @@ async def router_processes(
     try:
         await asyncio.gather(*(router.start() for router in routers))
         shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{port}"
+        yield f"http://{shown}:{port}", [router.url for router in routers]
     finally:
         await asyncio.gather(*(router.stop() for router in routers))
 
@@ -67,6 +69,8 @@ class _Router:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
+        #: where only this one answers
+        self.url = ""
         self._process: Process | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -106,6 +110,7 @@ class _Router:
             raise RouterNotStarted(f"no router within {START_SECONDS} s") from None
         if not line:
             raise RouterNotStarted(f"a router ended with status {await process.wait()}")
+        self.url = json.loads(line)["own"]
 
     async def _keep_up(self) -> None:
         while True:
@@ -115,6 +120,7 @@ class _Router:
             await asyncio.sleep(RESTART_SECONDS)
             with contextlib.suppress(RouterNotStarted):
                 await self._launch()
+                _logger.info("the router is back at %s", self.url)
 
 
 def _environment(

@@ -85,7 +85,8 @@ async def serve_all(
         await service.wait_ready()
         if num_routers and folder is not None:
             routers = router_processes(num_routers, settings, nats_url, folder, port)
-            urls["router"] = await enter(routers)
+            urls["router"], owned = await enter(routers)
+            urls |= {f"router_{n}": url for n, url in enumerate(owned, 1)}
             await face.close()
             pages = await it.faces.enter_async_context(_face(it, settings, 0))
             await pages.show(_index_app(settings, service))
@@ -120,7 +121,11 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
             app, siblings = await enter(_router(settings, bus, service.index, service))
         await enter(siblings)
         await face.show(app)
-        it.announcement.now(router=face.url, nats=shown(settings.nats.url))
+        # whoever shares a port has one more, or nobody could ask for its metrics
+        own = await it.faces.enter_async_context(_face(it, settings, 0))
+        if at.is_port_shared:
+            await own.show(app)
+        it.announcement.now(router=face.url, own=own.url, nats=shown(settings.nats.url))
         await it.stopped.wait()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from typing import Any
 
@@ -41,6 +42,8 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         ids = [answer["decision_id"] for _, answer in answers]
         deciding = {decision_id[12:20] for decision_id in ids}
         assert len(deciding) > 1
+        counts = [await num_routed(addresses[f"router_{number}"]) for number in (1, 2, 3)]
+        assert (sum(counts), sum(count > 0 for count in counts)) == (12, len(deciding))
 
         for decision_id in ids:
             status, found = await each_connection_anew("GET", f"{url}/v1/decisions/{decision_id}")
@@ -68,6 +71,12 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         statuses = [(await each_connection_anew("GET", f"{url}/readyz"))[0] for _ in range(8)]
         assert statuses == [200] * 8
     assert not [p for p in routers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def num_routed(url: str) -> float:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        found = re.findall(r"^kv_routed_requests_total\{.*\} (.+)$", await response.text(), re.M)
+    return sum(map(float, found))
 
 
 def alive_routers() -> list[psutil.Process]:
