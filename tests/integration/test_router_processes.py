@@ -31,8 +31,7 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
     arguments = ("--routers", "3", "--workers", "2", "--port", "0", "--data", str(tmp_path))
     async with running("serve", *arguments, "--json") as addresses:
         url = addresses["router"]
-        children = psutil.Process().children(recursive=True)
-        routers = [p for p in children if "router" in p.cmdline()]
+        routers = alive_routers()
         assert len(routers) == 3
 
         answers = [await each_connection_anew("POST", f"{url}/v1/route", ASK) for _ in range(12)]
@@ -80,5 +79,11 @@ async def num_routed(url: str) -> float:
 
 
 def alive_routers() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "router" in p.cmdline()]
+    return [p for p in psutil.Process().children(recursive=True) if is_router(p)]
+
+
+def is_router(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "router" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False

@@ -27,7 +27,7 @@ from testkit.server import served
         ),
         (
             ["replay", "--archive", "nonsense"],
-            "the archive's URL is none of a database: give one such as sqlite:///kvatlas.db",
+            "archive.url is no URL of a database: give one such as sqlite:///kvatlas.db",
         ),
         (["dead-letters", "--payload", "1"], "--payload and --out belong together"),
         (

@@ -220,7 +220,7 @@ def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except ArgumentError as error:
-        problem = "the archive's URL is none of a database: give one such as sqlite:///kvatlas.db"
+        problem = "archive.url is no URL of a database: give one such as sqlite:///kvatlas.db"
         raise InvalidSetting("archive.url", "", problem) from error
     if parsed.get_backend_name() not in _DIALECTS:
         known = " and ".join(_DIALECTS)
