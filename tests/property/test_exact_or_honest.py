@@ -370,8 +370,10 @@ class Fleet(RuleBasedStateMachine):
             if worker.is_muted:
                 worker.unmute()
         for _ in range(3):
-            for instance, epoch, *_ in self.one.state.fleet.throttled():
-                self.publish(self.one.state.handle(Proposed(instance, epoch, "released", 0)))
+            # each releases whom it holds throttled: the other's record may have been lost to it
+            for state in (self.one.state, self.two.state):
+                for instance, epoch, *_ in state.fleet.throttled():
+                    self.publish(state.handle(Proposed(instance, epoch, "released", 0)))
             for who, worker in enumerate(self.workers):
                 worker.tell_digests()
                 self.deliver(who, len(worker.queue))

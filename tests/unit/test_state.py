@@ -16,6 +16,7 @@ from kvatlas.indexer.stimuli import (
     HoleSeen,
     LeaseExpired,
     PayloadRejected,
+    Proposed,
     PublishControl,
     ReportRejected,
     ReportTakeover,
@@ -115,6 +116,16 @@ def test_an_engine_that_begins_anew_where_it_was_takes_nobodys_name() -> None:
     view = state.instance(W1)
     assert view is not None
     assert (view.epoch, view.replaced, state.stats().takeovers) == (8, None, 0)
+
+
+def test_who_missed_a_release_releases_for_itself() -> None:
+    """The log has lost the release, and all that whoever published it knows of is over."""
+    state = a_state(a_control(kind="throttled", reason="1"))
+    assert [name for name, *_ in state.fleet.throttled()] == [W1]
+    proposed = state.handle(Proposed(W1, 1, "released", now_ns=5, seen_by="two"))
+    (record,) = [effect.record for effect in proposed if isinstance(effect, PublishControl)]
+    assert RequestInventory(W1, 1) in state.handle(arrived(record, 2))
+    assert state.fleet.throttled() == []
 
 
 def test_of_a_reason_a_line_is_kept() -> None:

@@ -457,8 +457,10 @@ def _check_key_file(key_file: Path | None) -> None:
 class _Client(Client):
     """Survives names that are not UTF-8, which brokers carry and nats-py cannot decode."""
 
-    def _build_message(self, sid: int, subject: bytes, reply: bytes, *rest: Any) -> Any:
-        return super()._build_message(sid, _utf8(subject), _utf8(reply), *rest)
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> Any:
+        return super()._build_message(sid, _utf8(subject), _utf8(reply), data, headers)
 
 
 def _utf8(name: bytes) -> bytes:
