@@ -1,5 +1,6 @@
 """Routers that hear one another see one load, find one another's decisions, and forget the dead."""
 
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from typing import NamedTuple
@@ -121,8 +122,12 @@ async def test_a_dead_router_takes_its_requests_along(group: Group) -> None:
     one.router.route(a_request(PROMPT))
     await until(lambda: in_flight(other) == 1)
     one.bus.cut()
-    other.router.clock.advance(SILENCE_SECONDS + 1)
-    await until(lambda: in_flight(other) == 0)
+    for _ in range(3):  # a sign of life that was on its way may come after the clock was turned
+        other.router.clock.advance(SILENCE_SECONDS + 1)
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: in_flight(other) == 0, 1.0)
+            break
+    assert in_flight(other) == 0
     assert other.siblings.num_siblings == 0
     assert other.router.route(a_request(PROMPT)).num_candidates == 3
 
