@@ -1,8 +1,7 @@
 """Routers that hear one another see one load, find one another's decisions, and forget the dead."""
 
-import contextlib
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import NamedTuple
 
 import pytest
@@ -124,7 +123,7 @@ async def test_a_dead_router_takes_its_requests_along(group: Group) -> None:
     one.bus.cut()
     for _ in range(3):  # a sign of life that was on its way may come after the clock was turned
         other.router.clock.advance(SILENCE_SECONDS + 1)
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             await until(lambda: in_flight(other) == 0, 1.0)
             break
     assert in_flight(other) == 0
