@@ -104,13 +104,19 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
     async with role(as_json, parent_pid) as it:
         enter, at = it.parts.enter_async_context, settings.router
         face = await it.faces.enter_async_context(_face(it, settings, at.port, at.is_port_shared))
+        # whoever shares a port has one more, or nobody could ask for its metrics
+        own = await it.faces.enter_async_context(_face(it, settings, 0))
         bus = await enter(bus_of(settings, settings.nats.url))
         if settings.indexer.shared_folder:
             await _warm()
             reader = SharedIndexReader(Path(settings.indexer.shared_folder))
             app, siblings = await enter(_router(settings, bus, reader, reader))
             await face.show(app)
-            it.announcement.soon(it.wait, router=face.url, nats=shown(settings.nats.url))
+            if at.is_port_shared:
+                await own.show(app)
+            it.announcement.soon(
+                it.wait, router=face.url, own=own.url, nats=shown(settings.nats.url)
+            )
             await _connect(it, bus, settings)
         else:
             if not at.is_port_shared:
@@ -121,8 +127,6 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
             app, siblings = await enter(_router(settings, bus, service.index, service))
         await enter(siblings)
         await face.show(app)
-        # whoever shares a port has one more, or nobody could ask for its metrics
-        own = await it.faces.enter_async_context(_face(it, settings, 0))
         if at.is_port_shared:
             await own.show(app)
         it.announcement.now(router=face.url, own=own.url, nats=shown(settings.nats.url))

@@ -143,7 +143,12 @@ async def test_a_router_that_reads_a_shared_index_starts_without_a_broker(
         await index.until("/readyz", 200)
         await broker.kill()
         await index.until("/readyz", 200, b'"connected":false')
-        async with running("router", *arguments) as others, one_connection() as another:
+        of_several = ["--set", "router.is_port_shared=true"]
+        async with (
+            running("router", *arguments, *of_several) as others,
+            one_connection() as another,
+        ):
+            assert (await Asker(another, others["own"]).until("/healthz", 200)).status == 200
             router = Asker(another, others["router"])
             assert (await router.until("/readyz", 200)).json["connected"] is False
             assert (await router.post("/v1/route", ASK)).status == 404
