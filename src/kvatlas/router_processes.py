@@ -118,8 +118,11 @@ class _Router:
             status = await self._process.wait()
             _logger.error("a router has ended with status %d and is started again", status)
             await asyncio.sleep(RESTART_SECONDS)
-            with contextlib.suppress(RouterNotStarted):
+            try:
                 await self._launch()
+            except (RouterNotStarted, OSError) as error:
+                _logger.error("%s", error)
+            else:
                 _logger.info("the router is back at %s", self.url)
 
 

@@ -460,7 +460,10 @@ class _Client(Client):
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ) -> Any:
-        return super()._build_message(sid, _utf8(subject), _utf8(reply), data, headers)
+        try:
+            return super()._build_message(sid, subject, reply, data, headers)
+        except UnicodeDecodeError:
+            return super()._build_message(sid, _utf8(subject), _utf8(reply), data, headers)
 
 
 def _utf8(name: bytes) -> bytes:
