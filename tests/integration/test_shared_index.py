@@ -194,3 +194,20 @@ def test_who_heals_into_a_full_index_takes_no_answer_of_others_along(tmp_path: P
     found = SharedIndexReader(tmp_path).match(hashes(1, 2, 3))
     assert found == state.match(hashes(1, 2, 3))
     assert ("good", 3) in [(match.instance.worker, match.num_blocks) for match in found]
+
+
+def test_what_cannot_be_read_is_no_index_until_it_can(tmp_path: Path) -> None:
+    arrays = SharedArrays(tmp_path)
+    state = IndexState(tiny_index(arrays=arrays))
+    publication = IndexPublication(arrays, state, state)
+    with publication:
+        state.handle(arrived(a_batch(up(), stored(1)), 1))
+    publication.pulse(PULSE)
+    reader = SharedIndexReader(tmp_path)
+    for written in tmp_path.glob("*.fleet.*"):
+        written.unlink()
+    assert reader.match(hashes(1)) == []
+    assert not reader.connected
+    publication.pulse(PULSE)
+    assert [match.num_blocks for match in reader.match(hashes(1))] == [1]
+    assert reader.connected
