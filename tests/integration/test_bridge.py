@@ -13,12 +13,17 @@ import pytest
 from kvatlas.schemas.errors import EndpointUnusable
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.worker_hooks.bridge.follow_options import FollowOptions
+from kvatlas.worker_hooks.bridge.follow_state import FollowState
+from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.stimuli import (
     AskReplay,
+    Deliver,
     FrameReplayed,
     ReplayEnded,
     ReplayFailed,
     Stimulus,
+    Ticked,
 )
 from kvatlas.worker_hooks.bridge.zmq_source import ZmqSource
 from testkit.bridging import Bridged, W, a_fleet
@@ -369,14 +374,18 @@ async def test_both_framings_and_their_end_markers_are_read_f13() -> None:
                 assert heard[-1] == ReplayEnded(8)
 
 
-async def test_a_replay_of_more_than_a_socket_takes_comes_to_an_end() -> None:
-    async with ZmqEngine() as engine:
-        for n in range(5000):
+async def test_a_replay_of_more_than_a_socket_takes_comes_whole_f14() -> None:
+    """The engine's socket drops what finds no room without a word, also the end of an answer."""
+    async with ZmqEngine(max_unsent=50) as engine:
+        for n in range(3000):
             await engine.publish(engine.blocks.told(n))
-        async with ZmqSource(engine.endpoint, engine.replay_endpoint) as source:
-            source.ask(AskReplay(1, 0))
-            heard = await _heard_until_end(source)
-            assert sum(isinstance(s, FrameReplayed) for s in heard) == 5000
+        source = ZmqSource(engine.endpoint, engine.replay_endpoint, silent_seconds=0.2)
+        state = FollowState(lambda _: Observed(), FollowOptions(has_replay=True, quiet_seconds=0.2))
+        async with source, asyncio.timeout(60):
+            delivered = await _follow(source, state, until_sequence=2999)
+        assert delivered == list(range(3000))
+        assert engine.num_replays > 1
+        assert (state.counters.lost, state.doubt) == (0, "")
 
 
 async def test_a_source_bounds_what_it_keeps_f14() -> None:
@@ -404,6 +413,25 @@ async def test_a_silent_replay_is_an_error_that_names_the_endpoint() -> None:
 def test_the_error_of_an_endpoint_carries_its_facts() -> None:
     error = EndpointUnusable("tcp://x:1", "in use")
     assert (error.endpoint, error.problem) == ("tcp://x:1", "in use")
+
+
+async def _follow(source: ZmqSource, state: FollowState, until_sequence: int) -> list[int]:
+    """Do what the state says, and return what it delivered up to a sequence."""
+    now = asyncio.get_running_loop().time
+    delivered: list[int] = []
+    effects = state.start(now())
+    while until_sequence not in delivered[-1:]:
+        for effect in effects:
+            if isinstance(effect, AskReplay):
+                source.ask(effect)
+            elif isinstance(effect, Deliver):
+                delivered.append(effect.sequence)
+        try:
+            stimulus = await asyncio.wait_for(source.next(), 0.1)
+        except TimeoutError:
+            stimulus = Ticked()
+        effects = state.handle(stimulus, now())
+    return delivered
 
 
 async def _heard_until_end(source: ZmqSource) -> list[Stimulus]:

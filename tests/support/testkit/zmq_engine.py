@@ -98,12 +98,15 @@ class ZmqEngine:
         has_topic: bool = True,
         rank: int = 0,
         binds: bool = True,
+        max_unsent: int = 1000,
     ) -> None:
         self.port = port or free_ports()
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self.replay_endpoint = f"tcp://127.0.0.1:{self.port + 1}"
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._has_topic, self._rank, self._binds = has_topic, rank, binds
+        #: of a replay, before its socket drops what follows
+        self._max_unsent = max_unsent
         self.blocks = Blocks()
         self.next_sequence = 0
         self.num_replays = 0
@@ -152,6 +155,7 @@ class ZmqEngine:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)  # a PUB that tells who listens
         self._router = self._context.socket(zmq.ROUTER)
+        self._router.set(zmq.SNDHWM, self._max_unsent)
         if self._binds:
             self._pub.bind(self.endpoint)
         else:
