@@ -3,23 +3,23 @@
 Registers itself on the application of `commands`; `__main__` imports both.
 """
 
+import asyncio
 from typing import Annotated
 
 import typer
 
-from kvatlas.commands import (
+from kvatlas.command_line import (
     Config,
     Creds,
     Nats,
     SetFlags,
     WorkerName,
-    _exit_as,
-    _hex,
-    _run,
-    _settings,
-    _with_broker,
-    app,
+    exit_as,
+    fingerprint_of,
+    settings_from,
+    with_broker,
 )
+from kvatlas.commands import app
 from kvatlas.worker_hooks.log_lines import write_log_lines
 
 
@@ -77,16 +77,14 @@ def bridge(
     from kvatlas.runtime_folder import runtime_folder
     from kvatlas.worker_hooks.bridge.options import BridgeOptions
     from kvatlas.worker_hooks.bridge.run import run_bridge
-    from kvatlas.worker_hooks.sidecar_options import shared_options
 
-    settings = _with_broker(_settings(config, nats, creds, set_))
+    settings = with_broker(settings_from(config, nats, creds, set_))
     write_log_lines(f"bridge {worker}")
     options = BridgeOptions(
         engine=engine,
-        nats_url=settings.nats.url,
-        creds_file=settings.nats.credentials,
         worker=worker,
         model=model,
+        settings=settings,
         endpoint=endpoint,
         replay_endpoint=replay_endpoint,
         binds=binds,
@@ -97,11 +95,10 @@ def bridge(
         engine_url=engine_url.rstrip("/"),
         base_url=base_url,
         adapters=tuple(adapter or ()),
-        kv_fingerprint=_hex(kv_fingerprint, "flag --kv-fingerprint"),
+        kv_fingerprint=fingerprint_of(kv_fingerprint),
         p2p_address=p2p_address,
         report_seconds=report_seconds,
-        **shared_options(settings),
     )
     with runtime_folder() as folder:
-        reason = _run(run_bridge(options, folder))
-    _exit_as(reason)
+        reason = asyncio.run(run_bridge(options, folder))
+    exit_as(reason)

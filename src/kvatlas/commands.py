@@ -6,22 +6,43 @@ Errors of ours end a command with one line on stderr and status 1, wrong usage w
 import asyncio
 import gc
 import sys
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from kvatlas import __version__
+from kvatlas.command_line import (
+    ArchiveUrl,
+    BlockBytes,
+    BlocksPerWorker,
+    BlockTokens,
+    Config,
+    Creds,
+    DataFolder,
+    HttpPort,
+    JsonFlag,
+    Nats,
+    ParentPid,
+    PolicyName,
+    Rate,
+    Seed,
+    SetFlags,
+    Speed,
+    WorkerName,
+    Workers,
+    exit_as,
+    fingerprint_of,
+    settings_from,
+    with_broker,
+)
 from kvatlas.doctor.command import doctor
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
-from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.log_lines import write_log_lines
 from kvatlas.worker_hooks.process import leaves
-
-T = TypeVar("T")
 
 app = typer.Typer(
     add_completion=False,
@@ -31,41 +52,6 @@ app = typer.Typer(
 )
 
 app.command()(doctor)
-
-Nats = Annotated[
-    str | None, typer.Option("--nats", help="Broker URL; `serve` without one embeds it.")
-]
-Creds = Annotated[str | None, typer.Option("--creds", help="Credentials file for the broker.")]
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
-SetFlags = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated."),
-]
-HttpPort = Annotated[int | None, typer.Option("--port", help="HTTP port; 0 takes a free one.")]
-PolicyName = Annotated[
-    str | None,
-    typer.Option(
-        "--policy", help="predicted_ttft, round_robin, random, least_loaded or power_of_two."
-    ),
-]
-ArchiveUrl = Annotated[
-    str | None, typer.Option("--archive", help="Database URL, such as sqlite:///kvatlas.db.")
-]
-ParentPid = Annotated[
-    int, typer.Option(min=0, help="Stop when this process ends; 0: no.", hidden=True)
-]
-DataFolder = Annotated[
-    Path | None, typer.Option("--data", help="Keeps the embedded broker's log; none: temporary.")
-]
-WorkerName = Annotated[str, typer.Option(help="Name of the worker in the fleet.")]
-Workers = Annotated[int, typer.Option("--workers", min=0, help="Reference engines to run.")]
-BlocksPerWorker = Annotated[int, typer.Option(min=1, help="KV blocks of each reference engine.")]
-BlockBytes = Annotated[int, typer.Option(min=16, help="KV bytes of a block.")]
-BlockTokens = Annotated[int, typer.Option(min=1, max=65_536, help="Tokens of a block.")]
-Speed = Annotated[float, typer.Option(min=0.01, help="Model seconds per second.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-Rate = Annotated[float, typer.Option(min=1, help="Tokens per model second.")]
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +109,7 @@ def demo(
     console = Console(stderr=json)
     played = load_requests(options)
     with LiveDisplay(console, len(played)) as display:
-        report = _run(run_demo(options, played, display))
+        report = asyncio.run(run_demo(options, played, display))
     print_report(console, report)
     if json:
         print(report_json(report))
@@ -161,12 +147,12 @@ def serve(
 
     write_log_lines("serve")
     named = {"port": port, "policy": policy, "archive": archive, "data": data}
-    settings = _settings(config, nats, creds, set_, **named)
+    settings = settings_from(config, nats, creds, set_, **named)
     engines = EngineOptions(
         workers, blocks_per_worker, block_bytes, block_tokens,
         prefill_tokens_per_second, decode_tokens_per_second, speed,
     )  # fmt: skip
-    _run(serve_all(settings, engines, json, parent_pid, routers))
+    asyncio.run(serve_all(settings, engines, json, parent_pid, routers))
 
 
 @app.command()
@@ -185,8 +171,8 @@ def router(
         from kvatlas.serve import serve_router
 
     write_log_lines("router")
-    settings = _settings(config, nats, creds, set_, port=port, policy=policy)
-    _run(serve_router(_with_broker(settings), json, parent_pid))
+    settings = settings_from(config, nats, creds, set_, port=port, policy=policy)
+    asyncio.run(serve_router(with_broker(settings), json, parent_pid))
 
 
 @app.command()
@@ -203,7 +189,9 @@ def indexer(
         from kvatlas.serve import serve_indexer
 
     write_log_lines("indexer")
-    _run(serve_indexer(_with_broker(_settings(config, nats, creds, set_, port=port)), json))
+    asyncio.run(
+        serve_indexer(with_broker(settings_from(config, nats, creds, set_, port=port)), json)
+    )
 
 
 @app.command()
@@ -232,11 +220,11 @@ def archive_(
     from kvatlas.serve import serve_archive
 
     write_log_lines("archive")
-    settings = _with_broker(_settings(config, nats, creds, set_, archive=archive))
+    settings = with_broker(settings_from(config, nats, creds, set_, archive=archive))
     if not settings.archive.url:
         missing = "no archive: give --archive a database URL, such as sqlite:///kvatlas.db"
         raise InvalidSetting("archive.url", "", missing)
-    _run(serve_archive(settings, json))
+    asyncio.run(serve_archive(settings, json))
 
 
 @app.command()
@@ -260,14 +248,11 @@ def worker(
 ) -> None:
     """Run a reference engine with its sidecar on an existing broker."""
     from kvatlas.reference_worker import WorkerOptions, run_worker
-    from kvatlas.worker_hooks.sidecar_options import shared_options
 
     write_log_lines(f"worker {name}")
-    settings = _with_broker(_settings(config, nats, creds, set_))
     options = WorkerOptions(
         name=name,
-        nats_url=settings.nats.url,
-        creds=settings.nats.credentials,
+        settings=with_broker(settings_from(config, nats, creds, set_)),
         host=host,
         port=port,
         model=model,
@@ -279,11 +264,8 @@ def worker(
         speed=speed,
         folder=folder,
         parent_pid=parent_pid,
-        transport=settings.sidecar.transport,
-        pull_deadline_seconds=settings.sidecar.pull_deadline_seconds,
-        **shared_options(settings),
     )
-    _run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
+    asyncio.run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
 
 
 @app.command()
@@ -306,10 +288,10 @@ def replay(
     from kvatlas.replay import Moment, match_tokens, read_tokens, replay_archive, report_of
     from kvatlas.reports import match_lines, replay_lines, report_json
 
-    fleet_key = _settings(config, None, None, set_).fleet.key_bytes
+    fleet_key = settings_from(config, None, None, set_).fleet.key_bytes
     tokens = None if match is None else read_tokens(match)
     moment = Moment(until_seq, None if until_time is None else parse_time(until_time))
-    replayed = _run(replay_archive(archive, moment))
+    replayed = asyncio.run(replay_archive(archive, moment))
     report = report_of(replayed)
     matches = None
     if tokens is not None:
@@ -376,7 +358,7 @@ def sidecar(
     from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
     write_log_lines(f"sidecar {worker}/{rank}")
-    settings = _with_broker(_settings(config, nats, creds, set_))
+    settings = with_broker(settings_from(config, nats, creds, set_))
     options = SidecarOptions(
         nats_url=settings.nats.url,
         creds_file=settings.nats.credentials,
@@ -385,7 +367,7 @@ def sidecar(
         model=model,
         base_url=base_url,
         descriptor=NamespaceDescriptor(block_tokens),
-        kv_fingerprint=_hex(kv_fingerprint, "flag --kv-fingerprint"),
+        kv_fingerprint=fingerprint_of(kv_fingerprint),
         ring_path=str(ring),
         socket_path=str(socket),
         pool_path=pool,
@@ -396,56 +378,7 @@ def sidecar(
         transport=settings.sidecar.transport,
         **shared_options(settings),
     )
-    _exit_as(_run(run_sidecar(options)))
-
-
-def _exit_as(reason: str) -> None:
-    """Exit with the status by which an engine knows why its sidecar has stopped."""
-    from kvatlas.worker_hooks.launch import FENCED_STATUS
-    from kvatlas.worker_hooks.sidecar_service import FENCED
-
-    if reason == FENCED:
-        raise typer.Exit(FENCED_STATUS)
-
-
-def _hex(text: str, source: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise InvalidSetting("kv_fingerprint", source, str(error)) from error
-
-
-def _settings(
-    config: Path | None,
-    nats: str | None,
-    creds: str | None,
-    set_: list[str] | None,
-    **named: str | int | Path | None,
-) -> Settings:
-    """Merge all sources; named options win over --set, which wins over environment and file."""
-    flags: dict[str, str] = {}
-    for flag in set_ or []:
-        key, equals, value = flag.partition("=")
-        if not equals:
-            raise InvalidSetting(key, "flag --set", "expected SECTION.KEY=VALUE")
-        flags[key] = value
-    keys = {
-        "port": "router.port",
-        "policy": "router.policy",
-        "archive": "archive.url",
-        "data": "nats.folder",
-    }
-    shortcuts = {"nats.url": nats, "nats.credentials": creds}
-    shortcuts |= {keys[name]: None if v is None else str(v) for name, v in named.items()}
-    flags |= {key: value for key, value in shortcuts.items() if value is not None}
-    return load_settings(config, flags=flags.items())
-
-
-def _with_broker(settings: Settings) -> Settings:
-    if not settings.nats.url:
-        missing = "no broker: give --nats nats://HOST:4222 or KVATLAS_NATS__URL"
-        raise InvalidSetting("nats.url", "", missing)
-    return settings
+    exit_as(asyncio.run(run_sidecar(options)))
 
 
 @contextmanager
@@ -457,7 +390,3 @@ def _no_collections() -> Generator[None, None, None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(coroutine)

@@ -18,7 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.commands import Config, Creds, Nats, SetFlags, _run, _settings, _with_broker, app
+from kvatlas.command_line import (
+    Config,
+    Creds,
+    Nats,
+    SetFlags,
+    settings_from,
+    with_broker,
+)
+from kvatlas.commands import app
 from kvatlas.events.bus import Bus, Message
 from kvatlas.events.dead_letters import (
     MAX_KEPT_BYTES,
@@ -64,9 +72,9 @@ def dead_letters(
     """List the messages of the log that could not be read, with the reason; or take one out."""
     if (payload is None) != (out is None):
         raise InvalidSetting("payload", "", "--payload and --out belong together")
-    settings = _with_broker(_settings(config, nats, creds, set_))
+    settings = with_broker(settings_from(config, nats, creds, set_))
     if payload is not None and out is not None:
-        letter, content = _run(_found(settings, payload))
+        letter, content = asyncio.run(_found(settings, payload))
         try:
             out.write_bytes(content)
         except OSError as error:
@@ -74,7 +82,7 @@ def dead_letters(
         part = f", the first of {letter.num_bytes}" if len(content) < letter.num_bytes else ""
         print(f"{len(content)} bytes{part} in {out}")
     else:
-        _run(_list(settings, worker, limit, follow, json))
+        asyncio.run(_list(settings, worker, limit, follow, json))
 
 
 async def _found(settings: Settings, stream_sequence: int) -> tuple[DeadLetter, bytes]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvatlas.commands import Creds, JsonFlag, Nats, _run, app
+from kvatlas.command_line import Creds, JsonFlag, Nats
+from kvatlas.commands import app
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.worker_hooks.captures import QUIET_SECONDS, Capture, CaptureFile, read_capture
 from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
@@ -112,7 +113,7 @@ def record(
         raise InvalidSetting("endpoint", "", "either --endpoint or --nats is needed")
     with CaptureFile(file) as out:
         if nats:
-            _run(_record_stream(out, nats, creds, worker, redactor, seconds, batches))
+            asyncio.run(_record_stream(out, nats, creds, worker, redactor, seconds, batches))
         else:
             from kvatlas.worker_hooks.recording import RecordOptions
 

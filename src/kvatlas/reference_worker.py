@@ -24,8 +24,8 @@ from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, SidecarEnded
 from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
-from kvatlas.schemas.kv_events import WIRE_VERSION
 from kvatlas.schemas.routing import Plan
+from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.channel import SidecarChannel
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.launch import FENCED_STATUS, SidecarProcess, start_sidecar
@@ -35,7 +35,7 @@ from kvatlas.worker_hooks.reference.clock import ScaledClock
 from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
 from kvatlas.worker_hooks.reference.requests import Completion
 from kvatlas.worker_hooks.ring import RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
 MSGPACK = "application/x-msgpack"
 
@@ -44,8 +44,7 @@ class WorkerOptions(Struct, frozen=True):
     """One reference worker; `folder` takes its shared memory, its ring and its socket."""
 
     name: str
-    nats_url: str
-    creds: str = ""
+    settings: Settings
     host: str = "127.0.0.1"
     port: int = 0
     model: str = "reference"
@@ -56,18 +55,6 @@ class WorkerOptions(Struct, frozen=True):
     decode_tokens_per_second: float = 50.0
     speed: float = 1.0
     folder: str = ""
-    transport: str = "nixl"
-    fleet_key: bytes = b""
-    lease_ttl_seconds: float = 15.0
-    digest_seconds: float = 2.0
-    pull_deadline_seconds: float = 2.0
-    max_outbox_bytes: int = 64 * 1024 * 1024
-    max_outbox_seconds: float = 300.0
-    coalesce_seconds: float = 0.002
-    coalesce_bytes: int = 64 * 1024
-    namespace_blocks_per_second: float = 50_000.0
-    namespace_burst_blocks: float = 1_000_000.0
-    wire_version: int = WIRE_VERSION
     #: the worker stops when this process ends; 0 watches none
     parent_pid: int = 0
 
@@ -117,22 +104,22 @@ def _folder(options: WorkerOptions) -> Generator[Path, None, None]:
 async def _engine(
     options: WorkerOptions, base_url: str, folder: Path, stopped: asyncio.Event
 ) -> AsyncGenerator[tuple[ReferenceEngine, SidecarChannel, SidecarProcess], None]:
-    hook = WorkerHook(RingWriter.create(folder / "ring", lists=True))
-    sidecar_options = _sidecar_options(options, base_url, folder)
-    sidecar = start_sidecar(sidecar_options)
-    watch = asyncio.create_task(_watch(sidecar, stopped))
-    try:
-        async with SidecarChannel(Path(sidecar_options.socket_path)) as channel:
-            await _until_ready(channel, sidecar)
-            with ServePool.attach(sidecar_options.path_of_pool) as pool:
-                clock = ScaledClock(options.speed)
-                engine = ReferenceEngine(_engine_options(options), hook, clock, pool, channel)
-                async with engine:
-                    yield engine, channel, sidecar
-    finally:
-        watch.cancel()
-        await asyncio.to_thread(sidecar.stop)
-        hook.close()
+    ring = RingWriter.create(folder / "ring", lists=True)
+    with contextlib.closing(WorkerHook(ring)) as hook:
+        sidecar_options = _sidecar_options(options, base_url, folder)
+        sidecar = start_sidecar(sidecar_options)
+        watch = asyncio.create_task(_watch(sidecar, stopped))
+        try:
+            async with SidecarChannel(Path(sidecar_options.socket_path)) as channel:
+                await _until_ready(channel, sidecar)
+                with ServePool.attach(sidecar_options.path_of_pool) as pool:
+                    clock = ScaledClock(options.speed)
+                    engine = ReferenceEngine(_engine_options(options), hook, clock, pool, channel)
+                    async with engine:
+                        yield engine, channel, sidecar
+        finally:
+            watch.cancel()
+            await asyncio.to_thread(sidecar.stop)
 
 
 async def _until_ready(channel: SidecarChannel, sidecar: SidecarProcess) -> None:
@@ -169,15 +156,15 @@ def _engine_options(options: WorkerOptions) -> EngineOptions:
         block_bytes=options.block_bytes,
         prefill_tokens_per_second=options.prefill_tokens_per_second,
         decode_tokens_per_second=options.decode_tokens_per_second,
-        pull_deadline_seconds=options.pull_deadline_seconds,
-        fleet_key=options.fleet_key,
+        pull_deadline_seconds=options.settings.sidecar.pull_deadline_seconds,
+        fleet_key=options.settings.fleet.key_bytes,
     )
 
 
 def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> SidecarOptions:
     return SidecarOptions(
-        nats_url=options.nats_url,
-        creds_file=options.creds,
+        nats_url=options.settings.nats.url,
+        creds_file=options.settings.nats.credentials,
         worker=options.name,
         model=options.model,
         base_url=base_url,
@@ -189,17 +176,8 @@ def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> Sid
         pool_path=str(folder / "pool"),
         num_slots=options.num_blocks,
         block_bytes=options.block_bytes,
-        transport=options.transport,
-        fleet_key=options.fleet_key,
-        lease_ttl_seconds=options.lease_ttl_seconds,
-        digest_seconds=options.digest_seconds,
-        max_outbox_bytes=options.max_outbox_bytes,
-        max_outbox_seconds=options.max_outbox_seconds,
-        coalesce_seconds=options.coalesce_seconds,
-        coalesce_bytes=options.coalesce_bytes,
-        namespace_blocks_per_second=options.namespace_blocks_per_second,
-        namespace_burst_blocks=options.namespace_burst_blocks,
-        wire_version=options.wire_version,
+        transport=options.settings.sidecar.transport,
+        **shared_options(options.settings),
     )
 
 

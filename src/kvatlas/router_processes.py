@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvatlas.http_server import bound_socket
 from kvatlas.schemas.errors import RouterNotStarted
-from kvatlas.schemas.settings import Settings, load_settings, variable_of
+from kvatlas.schemas.settings import Settings, environment_of, variable_of
 
 #: how long a router may take until it listens, its kernels perhaps to be compiled
 START_SECONDS = 60.0
@@ -129,27 +129,12 @@ class _Router:
 def _environment(
     settings: Settings, nats_url: str, index_folder: Path, port: int
 ) -> dict[str, str]:
-    """Return the environment of a router; a command line would show the fleet's key to all."""
-    found: dict[str, object] = {
-        f"{section}.{name}": value
-        for section in ("nats", "log", "fleet", "router")
-        for name, value in _changed(settings, section).items()
-    }
-    found |= {
+    """Return the environment of a router."""
+    own: dict[str, object] = {
         "nats.url": nats_url,
         "indexer.shared_folder": index_folder,
         "router.port": port,
         "router.is_port_shared": "true",
     }
-    named = {variable_of(key): str(value) for key, value in found.items()}
-    return {**os.environ, **named}
-
-
-def _changed(settings: Settings, section: str) -> dict[str, object]:
-    """Return the settings of a section that are not the defaults."""
-    ours, defaults = getattr(settings, section), getattr(load_settings(environment={}), section)
-    return {
-        name: getattr(ours, name)
-        for name in ours.__struct_fields__
-        if getattr(ours, name) != getattr(defaults, name)
-    }
+    shared = environment_of(settings, "nats", "log", "fleet", "router")
+    return {**os.environ, **shared, **{variable_of(key): str(value) for key, value in own.items()}}

@@ -14,7 +14,7 @@ from kvatlas.indexer.service import IndexService
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.errors import WorkerNotStarted
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.settings import Settings
+from kvatlas.schemas.settings import Settings, environment_of
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -48,12 +48,14 @@ async def worker_fleet(
     with runtime_folder() as folder:
         workers: list[Process] = []
         watches: list[asyncio.Task[None]] = []
+        environment = {**os.environ, **environment_of(settings, "fleet", "sidecar")}
         try:
             for number in range(engines.workers):
                 arguments = _arguments(engines, settings, nats_url, f"w{number}", str(folder))
-                workers.append(
-                    await asyncio.create_subprocess_exec(*arguments, stdin=DEVNULL, stdout=DEVNULL)
+                worker = await asyncio.create_subprocess_exec(
+                    *arguments, stdin=DEVNULL, stdout=DEVNULL, env=environment
                 )
+                workers.append(worker)
             await _until_known(workers, index, before)
             watches = [
                 asyncio.create_task(_tell_end(f"w{number}", worker))
@@ -82,22 +84,7 @@ def _arguments(
         "--parent-pid": os.getpid(),
         "--creds": settings.nats.credentials or None,
     }
-    sidecar = settings.sidecar
-    sets = {
-        "sidecar.transport": sidecar.transport,
-        "sidecar.lease_ttl_seconds": sidecar.lease_ttl_seconds,
-        "sidecar.digest_seconds": sidecar.digest_seconds,
-        "sidecar.pull_deadline_seconds": sidecar.pull_deadline_seconds,
-        "sidecar.max_outbox_bytes": sidecar.max_outbox_bytes,
-        "sidecar.max_outbox_seconds": sidecar.max_outbox_seconds,
-        "sidecar.coalesce_seconds": sidecar.coalesce_seconds,
-        "sidecar.coalesce_bytes": sidecar.coalesce_bytes,
-        "sidecar.namespace_blocks_per_second": sidecar.namespace_blocks_per_second,
-        "sidecar.namespace_burst_blocks": sidecar.namespace_burst_blocks,
-        "fleet.wire_version": settings.fleet.wire_version,
-    }
     given = [(flag, str(value)) for flag, value in options.items() if value is not None]
-    given += [("--set", f"{key}={value}") for key, value in sets.items()]
     command = [sys.executable, "-P", "-m", "kvatlas", "worker"]
     return [*command, *(word for pair in given for word in pair)]
 

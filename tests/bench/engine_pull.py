@@ -29,7 +29,7 @@ from kvatlas.schemas.routing import Plan, PullStep
 from testkit.bridging import Bridged, a_fleet
 from testkit.measuring import Bench
 from testkit.real_engine import ROOT, EngineProcess, engine_process, engine_python
-from testkit.sidecars import until
+from testkit.waiting import until
 
 BLOCK_TOKENS = 32
 #: K and V, layers, heads, head size, bytes of a number

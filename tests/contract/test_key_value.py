@@ -135,12 +135,10 @@ async def test_a_key_ends_with_its_time_to_live_and_watches_are_told(connect: Co
         keys = bus.keys("kv_test")
         changes = Collected[KeyChange]()
         await other.keys("kv_test").watch(changes)
-        await keys.create("renewed", b"1", ttl_seconds=1.0)
-        await keys.create("short", b"1", ttl_seconds=1.0)
         await keys.create("kept", b"1")
-        entry = await keys.get("renewed")
-        assert entry is not None
-        await keys.update("renewed", b"2", entry.revision, ttl_seconds=60.0)
+        revision = await keys.create("renewed", b"1", ttl_seconds=1.0)
+        await keys.update("renewed", b"2", revision, ttl_seconds=60.0)
+        await keys.create("short", b"1", ttl_seconds=1.0)
         await changes.until(lambda items: any(item.reason == "expired" for item in items))
         assert story(changes.items)[-1] == ("short", "expired", None)
         assert await keys.get("short") is None

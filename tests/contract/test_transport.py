@@ -28,7 +28,7 @@ from kvatlas.worker_hooks.transfer import (
 from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
 from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
 from testkit.blocks import a_block, a_hash
-from testkit.waiting import until
+from testkit.waiting import WAIT_SECONDS, until
 
 SIZE, NUM_BLOCKS, NUM_BOUNCE = 4096, 8, 6
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
@@ -53,7 +53,7 @@ class Rig:
         self.kept: list[int] = []
 
     async def read(
-        self, rows: list[Row], deadline_seconds: float = 5.0, source: SourceRef | None = None
+        self, rows: list[Row], deadline_seconds: float = 30.0, source: SourceRef | None = None
     ) -> ReadOutcome:
         outcome = await self.transport.read(source or self.reference, rows, deadline_seconds)
         self.kept += outcome.places
@@ -207,13 +207,13 @@ async def test_a_source_that_never_was_is_refused_or_gone(rig: Rig) -> None:
     stranger = SourceRef(rig.transport.name, "stranger", b"nothing that it knows", 3)
     outcome = await rig.read(rig.rows(0), source=stranger)
     assert outcome.status in (ReadStatus.refused, ReadStatus.disconnected)
-    assert await rig.transport.connect(stranger, 5.0) is not ReadStatus.done
+    assert await rig.transport.connect(stranger, 30.0) is not ReadStatus.done
     assert rig.bounce.num_free == NUM_BOUNCE
 
 
 async def test_a_source_can_be_connected_ahead(rig: Rig) -> None:
-    assert await rig.transport.connect(rig.reference, 5.0) is ReadStatus.done
-    assert await rig.transport.connect(rig.reference, 5.0) is ReadStatus.done
+    assert await rig.transport.connect(rig.reference, 30.0) is ReadStatus.done
+    assert await rig.transport.connect(rig.reference, 30.0) is ReadStatus.done
     outcome = await rig.read(rig.rows(1))
     assert outcome.status is ReadStatus.done
 
@@ -233,8 +233,9 @@ async def test_a_frozen_source_ends_at_the_deadline_and_its_bytes_hit_nobody(rig
     rig.give_back()
     rig.freeze()
     started = time.monotonic()
-    outcome = await rig.read(rig.rows(0, 1), 0.2)
-    assert 0.1 < time.monotonic() - started < 2
+    async with asyncio.timeout(WAIT_SECONDS):
+        outcome = await rig.read(rig.rows(0, 1), 0.2)
+    assert time.monotonic() - started > 0.1
     assert (outcome.status, outcome.places) == (ReadStatus.timed_out, ())
     assert (rig.transport.num_quarantined, rig.bounce.num_free) == (1, NUM_BOUNCE - 2)
     others = rig.bounce.take(NUM_BOUNCE - 2)
@@ -253,7 +254,7 @@ async def test_a_cancelled_read_gives_its_places_back_when_it_is_over(rig: Rig) 
     await rig.read(rig.rows(7))
     rig.give_back()
     rig.freeze()
-    reading = asyncio.create_task(rig.read(rig.rows(0), 30.0))
+    reading = asyncio.create_task(rig.read(rig.rows(0), 120.0))
     await until(lambda: rig.bounce.num_free < NUM_BOUNCE)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -23,9 +23,9 @@ from kvatlas.worker_hooks.bridge.zmq_source import ZmqSource
 from kvatlas.worker_hooks.engines.vllm import VllmAdapter
 from kvatlas.worker_hooks.raw_events import RawStored
 from testkit.bridging import Bridged, a_fleet
+from testkit.ports import kept_ports
 from testkit.real_engine import engine_python, tiny_models
-from testkit.sidecars import until
-from testkit.zmq_engine import free_ports
+from testkit.waiting import until
 
 HERE = Path(__file__).parent
 BLOCK_TOKENS = 32
@@ -186,7 +186,7 @@ async def play(bench: Bench) -> None:
 async def test_the_index_believes_what_the_block_pool_holds(
     python: str, models: Path, tmp_path: Path
 ) -> None:
-    port = free_ports()
+    port = kept_ports(2)
     async with (
         a_fleet(tmp_path) as fleet,
         an_engine(python, models / "llama", port) as engine,
@@ -207,7 +207,7 @@ async def test_the_index_believes_what_the_block_pool_holds(
 async def test_a_bridge_restarted_in_the_middle_ends_with_the_same_residency(
     python: str, models: Path, tmp_path: Path
 ) -> None:
-    port = free_ports()
+    port = kept_ports(2)
     async with a_fleet(tmp_path) as fleet, an_engine(python, models / "llama", port) as engine:
         bench = Bench(engine, fleet)
         async with fleet.bridge(engine.endpoint, engine.replay_endpoint):
@@ -225,7 +225,7 @@ async def test_a_bridge_restarted_in_the_middle_ends_with_the_same_residency(
 async def test_an_engine_restarted_in_the_middle_is_another_epoch_and_forgotten(
     python: str, models: Path, tmp_path: Path
 ) -> None:
-    port = free_ports()
+    port = kept_ports(2)
     async with a_fleet(tmp_path) as fleet:
         endpoint, replay_endpoint = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
         async with fleet.bridge(endpoint, replay_endpoint):
@@ -235,7 +235,7 @@ async def test_an_engine_restarted_in_the_middle_is_another_epoch_and_forgotten(
                 await bench.settled()
                 epoch = fleet.epoch
             async with an_engine(python, models / "llama", port) as engine:
-                await until(lambda: fleet.epoch > epoch, 30.0)
+                await until(lambda: fleet.epoch > epoch)
                 await until(lambda: fleet.match(chain(BASE)) == 0)
                 bench = Bench(engine, fleet)
                 await play(bench)
@@ -244,7 +244,7 @@ async def test_an_engine_restarted_in_the_middle_is_another_epoch_and_forgotten(
 async def test_adapters_have_namespaces_of_their_own(
     python: str, models: Path, tmp_path: Path
 ) -> None:
-    port = free_ports()
+    port = kept_ports(2)
     async with (
         a_fleet(tmp_path) as fleet,
         an_engine(python, models / "llama", port, lora=True) as engine,
@@ -260,7 +260,7 @@ async def test_adapters_have_namespaces_of_their_own(
 async def test_sliding_windows_give_no_false_prefix(
     python: str, models: Path, tmp_path: Path
 ) -> None:
-    port = free_ports()
+    port = kept_ports(2)
     async with (
         a_fleet(tmp_path) as fleet,
         an_engine(python, models / "gemma3", port, num_blocks=29) as engine,

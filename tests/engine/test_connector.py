@@ -27,7 +27,7 @@ from kvatlas.schemas.routing import Plan, PullStep
 from testkit.bridging import Bridged, a_fleet
 from testkit.commands import running
 from testkit.real_engine import EngineProcess, engine_process, engine_python, tiny_models
-from testkit.sidecars import until
+from testkit.waiting import until
 
 BLOCK_TOKENS = 32
 NUM_BLOCKS = 49
@@ -94,7 +94,7 @@ async def an_engine(
     }
     fast = {"KVATLAS_SIDECAR__DIGEST_SECONDS": "0.2"}
     async with engine_process(python, options, fast) as engine:
-        await until(lambda: fleet.service.index.instance(InstanceId(name, 0)) is not None, 30.0)
+        await until(lambda: fleet.service.index.instance(InstanceId(name, 0)) is not None)
         yield engine
 
 

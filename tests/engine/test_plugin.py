@@ -22,7 +22,7 @@ from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens, reuse_point
 from testkit.bridging import Bridged, a_fleet
 from testkit.real_engine import engine_python, sidecars_of, tiny_models
-from testkit.sidecars import until
+from testkit.waiting import until
 
 HERE = Path(__file__).parent
 BLOCK_TOKENS = 32
@@ -143,7 +143,7 @@ async def a_bench(
             assert process.stdout is not None
             line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
             assert json.loads(line) == {"ready": True}
-            await until(lambda: fleet.view is not None, 30.0)
+            await until(lambda: fleet.view is not None)
             yield Bench(process, fleet)
         finally:
             if process.returncode is None:
@@ -177,7 +177,7 @@ async def test_a_reset_of_an_idle_engine_is_known_at_once(
         await bench.checked(BASE)
         began = time.monotonic()
         assert (await bench.ask(do="reset"))["is_reset"]
-        await until(lambda: bench.fleet.match(bench.names.add(BASE, "", None)) == 0, 5.0)
+        await until(lambda: bench.fleet.match(bench.names.add(BASE, "", None)) == 0)
         print(json.dumps({"reset_to_index_ms": round(1000 * (time.monotonic() - began), 1)}))
         await bench.settled()
         await bench.checked(BASE)
@@ -203,7 +203,7 @@ async def test_hybrid_models_are_matched_where_their_windows_are_whole(
             groups = (await bench.ask(do="held"))["groups"]
             full = bench.names.of(groups.get("1", []))
             windows = bench.names.of(groups.get("0", []))
-            await until(lambda full=full: _believed(bench, full) == full, 10.0)  # type: ignore[misc]
+            await until(lambda full=full: _believed(bench, full) == full)  # type: ignore[misc]
             assert {block for block in full if bench.fleet.holds(reuse_point(block))} <= windows
         reported = [cached for _, cached in bench.hits]
         assert max(reported) == 192
@@ -230,6 +230,6 @@ async def test_a_killed_sidecar_is_started_again_and_told_what_is_held(
         sidecar.kill()
         answer = await bench.ask(do="generate", prompts=[BASE], num=4, salt="", lora="")
         assert answer["cached"] == [64]
-        await until(lambda: bench.fleet.epoch > epoch, 30.0)
+        await until(lambda: bench.fleet.epoch > epoch)
         await bench.settled()
         await bench.checked(BASE)

@@ -23,9 +23,9 @@ from kvatlas.schemas.fleet import NamespaceDescriptor, Trust
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId
 from testkit.bridging import Bridged, a_fleet
+from testkit.ports import kept_ports
 from testkit.real_engine import engine_python, tiny_models
-from testkit.sidecars import until
-from testkit.zmq_engine import free_ports
+from testkit.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -73,7 +73,7 @@ class Ranks:
         """Let a rank serve a prompt of which it holds nothing; return once the index knows."""
         assert await self.complete(rank, tokens) == 0
         full = len(tokens) // BLOCK_TOKENS
-        await until(lambda: self.match(rank, tokens) == full, 10.0)
+        await until(lambda: self.match(rank, tokens) == full)
 
     async def reset(self) -> None:
         answer = await self._client.post("/reset_prefix_cache")
@@ -98,7 +98,7 @@ class Ranks:
         """Return when both ranks have told digests twice more, and the index agrees with both."""
         for rank in range(len(RANKS)):
             last = self.view(rank).seq + 2
-            await until(lambda rank=rank, last=last: self.view(rank).seq >= last, 10.0)  # type: ignore[misc]
+            await until(lambda rank=rank, last=last: self.view(rank).seq >= last)  # type: ignore[misc]
         assert [self.view(rank).trust for rank in range(len(RANKS))] == [Trust.exact] * 2
 
 
@@ -106,7 +106,7 @@ class Ranks:
 async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks]:
     folder, python = tmp_path_factory.mktemp("ranks"), engine_python()
     model = tiny_models(python, folder / "models") / "llama"
-    port = free_ports()
+    port = kept_ports(2)
     async with (
         a_fleet(folder) as fleet,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
@@ -126,7 +126,7 @@ async def ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ranks
         async with a_server([*server, "--kv-events-config", json.dumps(events)], log) as has_ended:
             await wait_until_up(client, has_ended)
             index = fleet.service.index
-            await until(lambda: None not in map(index.instance, RANKS), 30.0)
+            await until(lambda: None not in map(index.instance, RANKS))
             yield Ranks(fleet, client)
 
 
@@ -174,7 +174,7 @@ async def test_each_rank_is_an_instance_of_the_one_worker(ranks: Ranks) -> None:
     assert await ranks.complete(0, first) == 64
     assert await ranks.complete(1, second) == 96
     assert await ranks.complete(1, first) == 0
-    await until(lambda: ranks.matches(first) == (2, 2), 10.0)
+    await until(lambda: ranks.matches(first) == (2, 2))
     assert ranks.matches(second) == (0, 3)
 
 
@@ -186,7 +186,7 @@ async def test_f57_what_one_rank_evicts_the_other_holds_still(ranks: Ranks) -> N
     num_held = ranks.num_blocks(0)
     for token in range(200, 203):  # more than a rank's pool has
         await ranks.complete(1, [token] * 150)
-    await until(lambda: ranks.match(1, shared) == 0, 10.0)
+    await until(lambda: ranks.match(1, shared) == 0)
     await ranks.settled()
     assert ranks.matches(shared) == (3, 0)
     assert ranks.num_blocks(0) == num_held
@@ -217,5 +217,5 @@ async def test_f15_a_reset_of_idle_ranks_is_known_of_both_at_once(ranks: Ranks) 
 
 async def _cleared(ranks: Ranks, rank: int, began: float, took: tuple[list[float], ...]) -> None:
     """Note when the index has none of a rank's blocks any more."""
-    await until(lambda: ranks.num_blocks(rank) == 0, 5.0)
+    await until(lambda: ranks.num_blocks(rank) == 0)
     took[rank].append(round(1000 * (time.monotonic() - began), 1))

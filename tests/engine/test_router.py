@@ -7,7 +7,6 @@ without the flag that either needs. All HTTP is what a client would send.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from testkit.ports import kept_port
 from testkit.real_engine import engine_python, tiny_models
 
 KVATLAS = (sys.executable, "-P", "-m", "kvatlas")
@@ -31,12 +31,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-def a_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
@@ -88,7 +82,7 @@ class Engine:
     def __init__(self, python: str, name: str, model: Path, port: int) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
-        self.events, self.replays = a_port(), a_port()
+        self.events, self.replays = kept_port(), kept_port()
         flags = f"""--model {model} --served-model-name {MODEL} --host 127.0.0.1 --port {port}
             --enforce-eager --dtype bfloat16 --block-size {BLOCK_TOKENS} --max-model-len 512
             --max-num-seqs 4 --num-gpu-blocks-override 65 --enable-prompt-tokens-details""".split()
@@ -169,7 +163,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder, python = tmp_path_factory.mktemp("router"), engine_python()
     models = tiny_models(python, folder / "models")
     model = models / "llama"
-    inside, beside, silent = (Engine(python, f"e{n}", model, a_port()) for n in range(3))
+    inside, beside, silent = (Engine(python, f"e{n}", model, kept_port()) for n in range(3))
     with ExitStack() as running:
         serving = folder / "serve.log"
         running.enter_context(a_process([*KVATLAS, "serve", "--port", "0", "--json"], serving))

@@ -19,9 +19,9 @@ import psutil
 
 from kvatlas.schemas.fleet import Trust
 from testkit.bridging import a_fleet
+from testkit.ports import kept_port
 from testkit.real_engine import engine_python, tiny_models
-from testkit.sidecars import until
-from testkit.zmq_engine import free_ports
+from testkit.waiting import until
 
 START_SECONDS, LEASE_SECONDS, GOODBYE_SECONDS = 300.0, 120.0, 30.0
 ENVIRONMENT = {
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 @asynccontextmanager
 async def a_server(python: str, model: Path, nats_url: str, log: Path) -> AsyncIterator[str]:
-    port = free_ports(1)
+    port = kept_port()
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -96,7 +96,7 @@ async def test_a_server_that_is_told_to_end_says_goodbye(tmp_path: Path) -> None
                 asked = {"model": "m", "prompt": prompt, "max_tokens": 1}
                 answer = await client.post(f"{url}/v1/completions", json=asked, timeout=60)
                 assert answer.status_code == 200
-            await until(lambda: fleet.view is not None and fleet.view.num_blocks >= 3, 30.0)
+            await until(lambda: fleet.view is not None and fleet.view.num_blocks >= 3)
             told = time.monotonic()
         await until(
             lambda: fleet.view is not None and fleet.view.trust is Trust.gone, GOODBYE_SECONDS

@@ -25,13 +25,17 @@ NUM_BATCHES = 4_000
 
 
 @asynccontextmanager
-async def archiver_process(broker_url: str, database_url: str) -> AsyncIterator[Process]:
+async def archiver_process(
+    broker_url: str, database_url: str, num_transactions: int = 0
+) -> AsyncIterator[Process]:
+    """Run one that stands still after so many transactions (0: never)."""
     main = Path(archiver_main.__file__)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(main),
         broker_url,
         database_url,
+        str(num_transactions),
         stdout=PIPE,
         env=dict(os.environ, PYTHONPATH=str(main.parent.parent)),
     )
@@ -57,7 +61,8 @@ async def test_an_archiver_killed_again_and_again_is_exact(tmp_path: Path) -> No
         await publisher.flush()
 
         for num_transactions in (1, 3, 10, 20):
-            async with archiver_process(server.url, database) as process:
+            # it is killed in the middle of further ones, or behind the last of them
+            async with archiver_process(server.url, database, num_transactions + 3) as process:
                 assert process.stdout is not None
                 for _ in range(num_transactions):
                     killed_at.append(int(await process.stdout.readline()))

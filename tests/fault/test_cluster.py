@@ -45,7 +45,7 @@ from testkit.cluster import WAIT_SECONDS, Cluster, Node, nats_cluster
 from testkit.fold import Fold
 from testkit.waiting import until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 slow = pytest.mark.skipif(not os.environ.get("KVATLAS_SLOW"), reason="KVATLAS_SLOW=1 runs it")
 
 STREAM = events_stream(max_bytes=64 << 20, replicas=3)

@@ -13,7 +13,8 @@ from kvatlas.indexer.service import IndexService, ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.ids import InstanceId
 from testkit.builders import a_batch, hashes, stored, subject_of, up
-from testkit.bus import eventually
+from testkit.ports import kept_port
+from testkit.waiting import WAIT_SECONDS, until
 
 W1 = InstanceId("w1", 0)
 
@@ -23,7 +24,7 @@ async def test_an_index_outlives_its_broker(tmp_path: Path) -> None:
     settings = ServiceSettings(
         poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=3.0
     )
-    async with embedded_server(tmp_path) as server, NatsBus(server.url) as bus:
+    async with embedded_server(tmp_path, kept_port()) as server, NatsBus(server.url) as bus:
         await bus.declare_stream(events_stream(max_bytes=64 << 20))
         publisher = bus.publisher(KV_EVENTS)
         keys = bus.keys(LEASES_BUCKET)
@@ -33,17 +34,17 @@ async def test_an_index_outlives_its_broker(tmp_path: Path) -> None:
         ):
             batch = a_batch(up(), stored(1))
             await publisher.publish(subject_of(batch), encode(batch))
-            await eventually(lambda: service.state.stream_sequence == 1)
+            await until(lambda: service.state.stream_sequence == 1)
             await server.kill()
-            await eventually(lambda: service.lag.seconds_since_contact > 1.5)
+            await until(lambda: service.lag.seconds_since_contact > 1.5)
             assert not service.connected
             assert len(service.index.match(hashes(1))) == 1
             batch = a_batch(stored(2), seq=2)
             await publisher.publish(subject_of(batch), encode(batch))
             await server.start()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_SECONDS):
                 await publisher.flush()
-            await eventually(lambda: service.state.stream_sequence == 2)
-            await eventually(lambda: service.lag.seconds_since_contact < 0.5)
+            await until(lambda: service.state.stream_sequence == 2)
+            await until(lambda: service.lag.seconds_since_contact < 0.5)
             assert [m.num_blocks for m in service.index.match(hashes(1, 2))] == [2]
             assert service.state.stats().controls == 0

@@ -18,8 +18,10 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.nats_publisher import NatsPublisher
 from kvatlas.schemas.errors import BusUnavailable
 from kvatlas.schemas.ids import InstanceId
-from testkit.bus import Collected, a_stream, eventually
+from testkit.bus import Collected, a_stream
+from testkit.ports import kept_port
 from testkit.proxy import Proxy, proxy_to
+from testkit.waiting import until
 
 W1 = InstanceId("w1", 0)
 
@@ -27,7 +29,7 @@ W1 = InstanceId("w1", 0)
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     tasks = asyncio.all_tasks()
-    async with embedded_server(tmp_path) as server:
+    async with embedded_server(tmp_path, kept_port()) as server:
         yield server
     assert asyncio.all_tasks() <= tasks | {asyncio.current_task()}
 
@@ -118,7 +120,7 @@ async def test_a_broker_killed_in_the_middle_of_batches_loses_nothing_that_it_an
                     await asyncio.sleep(0)
             answered = number - publisher.num_unacked
             await server.kill()
-            await eventually(lambda: not bus.connected)
+            await until(lambda: not bus.connected)
             await server.restart()
             async with NatsBus(server.url) as near:
                 stored = [int(m.payload) async for m in near.read_range("TEST", 1, 99_999)]
@@ -142,7 +144,7 @@ async def test_a_network_that_breaks_again_and_again_loses_nothing(
             await reader.messages.count(messages)
             proxy.num_links = 0
             proxy.cut()
-            await eventually(lambda: proxy.num_links >= 2)
+            await until(lambda: proxy.num_links >= 2)
         await publishing
         await reader.until(subjects=4, count=3000)
         reader.assert_exactly_once_in_order(subjects=4, count=3000)
@@ -158,7 +160,7 @@ async def test_a_broker_that_is_away_fills_the_window_and_then_holds_back(
         await bus.declare_stream(a_stream())
         publisher = bus.publisher("TEST")
         await server.kill()
-        await eventually(lambda: not bus.connected)
+        await until(lambda: not bus.connected)
         for number in range(10):
             await publisher.publish("test.a", b"%d" % number)
         held = asyncio.create_task(publisher.publish("test.a", b"10"))
@@ -203,7 +205,7 @@ async def test_answers_that_never_come_make_the_window_go_again(
         proxy.stall()
         for number in range(2, 6):
             await publisher.publish("test.w0", b"%d" % number)
-        await eventually(lambda: publisher.num_resent >= 4)
+        await until(lambda: publisher.num_resent >= 4)
         proxy.restore()
         await publisher.flush()
         await reader.until(subjects=1, count=5)
@@ -225,7 +227,7 @@ async def test_answers_to_a_batch_that_never_come_make_it_go_again(
             if number % 200 == 0:
                 await asyncio.sleep(0)
         proxy.stall()
-        await eventually(lambda: publisher.num_failed_batches > 0)
+        await until(lambda: publisher.num_failed_batches > 0)
         proxy.restore()
         await publisher.flush()
         await reader.until(subjects=1, count=number)
@@ -260,7 +262,7 @@ async def test_a_network_that_swallows_everything_is_given_up_and_left(
         proxy.stall()
         for _ in range(80):  # more than sockets hold, so that some of it stays unsent
             await publisher.publish("test.a", bytes(200_000))
-        await eventually(lambda: not bus.connected)
+        await until(lambda: not bus.connected)
         proxy.cut()
         proxy.restore()
         await publisher.flush()
@@ -295,12 +297,17 @@ async def test_a_slow_reader_with_little_room_reads_again(
 
     def slow(message: Message) -> None:
         if message.stream_sequence % 100 == 0:
-            time.sleep(0.003)  # the loop stands still, as under a long callback
+            # the loop stands still, as under a long callback: at first until it has had too much
+            time.sleep(0.003 if num_healed() else 0.05)
         reader(message)
+
+    def num_healed() -> int:
+        return 0 if follower is None else follower.num_healed
 
     async with NatsBus(server.url) as bus, NatsBus(server.url, pending_messages=64) as far:
         await bus.declare_stream(a_stream())
         await publish_numbers(bus, subjects=2, count=1500)
+        follower = None
         follower = await far.follow("TEST", 1, slow, reader.on_hole, subjects)
         await reader.until(subjects=1 if subjects else 2, count=1500)
         assert follower.num_healed > 0
@@ -317,7 +324,7 @@ async def test_the_dropped_end_of_a_stream_is_noticed_without_a_successor(
 
     def blocks_once(message: Message) -> None:
         if message.stream_sequence == 1:
-            time.sleep(0.1)
+            time.sleep(0.5)  # in which the broker fills what there is of room
         reader(message)
 
     async with NatsBus(server.url) as bus, NatsBus(server.url, pending_messages=16) as far:
@@ -337,8 +344,8 @@ async def test_a_service_is_there_again_after_the_broker(server: EmbeddedServer)
         service = await bus.serve("lease.a", echo)
         await server.kill()
         await server.restart()
-        await eventually(lambda: service.num_healed > 0)
-        assert await client.request("lease.a", b"1", 5.0) == b"1"
+        await until(lambda: service.num_healed > 0)
+        assert await client.request("lease.a", b"1", 30.0) == b"1"
 
 
 async def test_closing_the_bus_ends_who_waits_for_the_broker(server: EmbeddedServer) -> None:
@@ -348,7 +355,7 @@ async def test_closing_the_bus_ends_who_waits_for_the_broker(server: EmbeddedSer
     async with NatsBus(server.url, max_unacked=1) as bus:
         await bus.declare_stream(a_stream())
         await server.kill()
-        await eventually(lambda: not bus.connected)
+        await until(lambda: not bus.connected)
         publisher = bus.publisher("TEST")
         await publisher.publish("test.a", b"1")
         waiting = [
@@ -396,11 +403,13 @@ async def test_credentials_that_are_refused_later_are_tried_again(server: Embedd
         server.settings = users % "other"
         await server.restart()
         await publisher.publish("test.a", b"1")
-        await asyncio.wait((asyncio.create_task(publisher.flush()),), timeout=0.3)
+        flushing = asyncio.create_task(publisher.flush())
+        done, _ = await asyncio.wait((flushing,), timeout=0.3)
+        assert not done
         assert publisher.num_unacked == 1
         server.settings = users % "right"
         await server.restart()
-        await publisher.flush()
+        await flushing
         assert await bus.last_sequence("TEST") == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.worker_hooks.pool import ENGINE_LOCK_SECONDS, ServePool
+from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.pool_file import default_folder
 from testkit import peer as testkit_peer
 from testkit.blocks import a_block, a_hash
@@ -44,7 +44,7 @@ def test_a_leased_block_is_never_overwritten_while_an_engine_evicts(pool: ServeP
         assert engine.stdout is not None
         assert engine.stdout.readline() == "ready\n"
         end = time.monotonic() + 2.0
-        while time.monotonic() < end:
+        while time.monotonic() < end or num_leased <= 50:
             slot = rng.randrange(pool.num_slots)
             block_hash = pool.hash_of(slot)
             if block_hash is None:
@@ -80,7 +80,7 @@ def test_an_engine_does_not_wait_for_a_sidecar_that_keeps_the_lock(pool: ServePo
         started = time.monotonic()
         assert pool.try_evict([0]) == []
         assert not pool.offer([1], a_hash(1))
-        assert time.monotonic() - started < 2 * ENGINE_LOCK_SECONDS + 0.2
+        assert time.monotonic() - started < 20  # forever, if it waited
         pool.commit(1, a_hash(1), a_block(1, pool.block_bytes))
         assert pool.lease([0], [a_hash(0)], 1) is None
         holder.kill()

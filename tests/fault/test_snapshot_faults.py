@@ -28,7 +28,8 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import Unavailable
 from testkit import uploader_main
 from testkit.builders import a_batch, stored, subject_of, up
-from testkit.waiting import until, until_told
+from testkit.ports import kept_port
+from testkit.waiting import WAIT_SECONDS, until, until_told
 
 BY_HAND = SnapshotSettings(seconds=3_600.0, messages=1)
 STREAM = f"OBJ_{SNAPSHOTS_BUCKET}"
@@ -36,7 +37,7 @@ STREAM = f"OBJ_{SNAPSHOTS_BUCKET}"
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    async with embedded_server(tmp_path / "nats") as server:
+    async with embedded_server(tmp_path / "nats", kept_port()) as server:
         yield server
 
 
@@ -63,7 +64,7 @@ async def snapshot_now(bus: NatsBus) -> str:
     """Have a fresh index take a snapshot of the log as it is; return its name."""
     await bus.keys(TURNS_BUCKET).delete(TURN)
     async with a_service(bus) as service:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             await service.wait_ready()
         assert service._writer is not None
         assert await service._writer.look()
@@ -73,14 +74,14 @@ async def snapshot_now(bus: NatsBus) -> str:
 async def started_from(bus: NatsBus) -> tuple[str | None, str]:
     """Return what a fresh index starts from and its digest when it is ready."""
     async with a_service(bus) as service:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             await service.wait_ready()
         return service.loaded.name if service.loaded else None, service.state.state_digest()
 
 
 async def digest_of_the_log(bus: NatsBus) -> str:
     async with IndexService(bus, IndexState(FlatRadixIndex(max_bytes=64 << 20))) as service:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             await service.wait_ready()
         return service.state.state_digest()
 

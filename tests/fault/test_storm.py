@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_storm_loses_nothing_and_what_is_called_exact_is_true(tmp_path: Path) -> None:
     arguments = ["--seconds", SECONDS, "--seed", SEED, "--workers", WORKERS, "--json"]
     more = ["--patience", PATIENCE_SECONDS, "--folder", tmp_path]

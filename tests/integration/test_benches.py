@@ -24,7 +24,7 @@ KEYS = {
 def run(script: str, *arguments: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
     command = [sys.executable, str(BENCH / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "ingest.py"
@@ -17,9 +17,9 @@ GATES = {
 
 async def test_ingest_runs_without_a_peer() -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--peer", "none"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
-    out, _ = await process.communicate()
-    assert process.returncode == 0
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    out, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
     found = json.loads(out.splitlines()[-1])
     assert (found["bench"], found["quick"], found["ratios"]) == ("ingest", True, {})
     assert set(found["gates"]) == GATES

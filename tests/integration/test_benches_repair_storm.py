@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "repair_storm.py"
@@ -11,9 +11,9 @@ SCRIPT = Path(__file__).parents[1] / "bench" / "repair_storm.py"
 
 async def test_all_of_a_hundred_are_healed() -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--peer", "none"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
-    out, _ = await process.communicate()
-    assert process.returncode == 0
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    out, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
     found = json.loads(out.splitlines()[-1])
     assert (found["bench"], found["quick"], found["ratios"]) == ("repair_storm", True, {})
     assert found["gates"] == [

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
 from testkit.commands import run_command, running, started
-
-pytestmark = pytest.mark.timeout(120)
+from testkit.ports import kept_port
 
 WAIT_SECONDS = 40.0
 ASK = {"model": "m", "token_ids": [1, 2, 3]}
@@ -25,7 +23,7 @@ ASK = {"model": "m", "token_ids": [1, 2, 3]}
 @pytest.fixture
 async def broker(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     """A broker that is away: its port is known, and `restart` makes it come."""
-    async with embedded_server(tmp_path / "nats") as server:
+    async with embedded_server(tmp_path / "nats", kept_port()) as server:
         await server.stop()
         yield server
 
@@ -105,7 +103,7 @@ async def test_a_router_without_its_broker_says_so_and_needs_no_restart(
 async def test_all_in_one_listens_before_its_broker_is_there(
     broker: EmbeddedServer, routers: str
 ) -> None:
-    port = free_port()
+    port = kept_port()
     arguments = ["--nats", broker.url, "--port", str(port), "--routers", routers, "--json"]
     async with started("serve", *arguments) as process, one_connection() as session:
         router = Asker(session, f"http://127.0.0.1:{port}")
@@ -197,13 +195,8 @@ async def test_a_bus_can_be_left_just_as_an_attempt_to_connect_fails(
             await asyncio.sleep(0)
         time.sleep(0.02)  # noqa: ASYNC251 - the refusal and what follows come in one turn
         opening.cancel()
-        await asyncio.wait((opening,), timeout=5)
+        await asyncio.wait((opening,), timeout=WAIT_SECONDS)
         assert asyncio.all_tasks() == before
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 async def until_it_listens(port: int) -> None:

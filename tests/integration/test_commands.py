@@ -11,11 +11,15 @@ import pytest
 
 from kvatlas.demo.fleet_process import get_json
 from kvatlas.events.embedded import embedded_server
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS
 from kvatlas.schemas.hashing import pack_tokens
 from kvatlas.worker_hooks.channel import SidecarChannel
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.ring import RingWriter
 from testkit.commands import run_command, running, started
+from testkit.waiting import WAIT_SECONDS, until
 
 PROMPT = list(range(100, 200))
 
@@ -33,7 +37,7 @@ async def workers_of(url: str) -> dict[str, dict[str, Any]]:
 
 
 async def until_blocks(url: str, worker: str, num_blocks: int) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_SECONDS):
         while True:
             found = (await workers_of(url)).get(worker)
             if found is not None and found["num_blocks"] == num_blocks:
@@ -41,14 +45,16 @@ async def until_blocks(url: str, worker: str, num_blocks: int) -> dict[str, Any]
             await asyncio.sleep(0.05)
 
 
-async def serve_prompt(router: str) -> str:
+async def serve_prompt(router: str, **more: str) -> str:
     """Route a prompt, serve it where the router says, report it; return the decision's id."""
-    route = await post_json(f"{router}/v1/route", {"model": "reference", "token_ids": PROMPT})
+    asked = {"model": "reference", "token_ids": PROMPT, **more}
+    route = await post_json(f"{router}/v1/route", asked)
     body = {
         "model": "reference",
         "prompt": PROMPT,
         "max_tokens": 1,
         "kv_transfer_params": route["kv_transfer_params"],
+        **more,
     }
     answer = await post_json(f"{route['base_url']}/v1/completions", body)
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
@@ -86,24 +92,51 @@ async def test_roles_run_apart_on_one_broker(tmp_path: Path) -> None:
             running("router", *nats, "--port", "0", "--json") as router,
             running("indexer", *nats, "--port", "0", "--json") as indexer,
             running("archive", *nats, "--archive", archive, "--json"),
-            running("worker", *nats, "--name", "w0", "--blocks", "50"),
-            running("worker", *nats, "--name", "w1", "--blocks", "50"),
         ):
-            for name in ("w0", "w1"):
-                await until_blocks(router["router"], name, 0)
-            first = await serve_prompt(router["router"])
-            decision = await get_json(f"{router['router']}/v1/decisions/{first}")
-            chosen = decision["chosen"]["worker"]
-            held = await until_blocks(router["router"], chosen, 6)
-            assert held["trust"] == "exact"
-            assert (await until_blocks(indexer["indexer"], chosen, 6))["digests"] == held["digests"]
-            second = await serve_prompt(router["router"])
-            again = await get_json(f"{router['router']}/v1/decisions/{second}")
-            assert again["chosen"]["worker"] == chosen
-            assert again["plan"]["reuse_blocks"] == 6
-            status = await status_of(f"{indexer['indexer']}/v1/route")
-            assert status in (404, 405)
+            async with (
+                running("worker", *nats, "--name", "w0", "--blocks", "50"),
+                running("worker", *nats, "--name", "w1", "--blocks", "50"),
+            ):
+                again = await two_prompts_are_served(router["router"], indexer["indexer"])
+            await until_archived(broker.url, archive)
     await the_archive_explains(archive, again, tmp_path)
+
+
+async def test_a_prompt_with_a_salt_is_found_again_in_a_fleet_with_a_key() -> None:
+    keyed = ("--set", "fleet.key=00ff", "--set", "router.predicted_seconds=0")
+    async with running("serve", "--workers", "1", *keyed, "--port", "0", "--json") as addresses:
+        router = addresses["router"]
+        await serve_prompt(router, cache_salt="tenant")
+        await until_blocks(router, "w0", 6)
+        again = await serve_prompt(router, cache_salt="tenant")
+        decision = await get_json(f"{router}/v1/decisions/{again}")
+        assert decision["plan"]["reuse_blocks"] == 6
+
+
+async def two_prompts_are_served(router: str, indexer: str) -> dict[str, Any]:
+    """Serve a prompt twice; return the second decision."""
+    for name in ("w0", "w1"):
+        await until_blocks(router, name, 0)
+    first = await serve_prompt(router)
+    decision: dict[str, Any] = await get_json(f"{router}/v1/decisions/{first}")
+    chosen = decision["chosen"]["worker"]
+    held = await until_blocks(router, chosen, 6)
+    assert held["trust"] == "exact"
+    assert (await until_blocks(indexer, chosen, 6))["digests"] == held["digests"]
+    again: dict[str, Any] = await get_json(f"{router}/v1/decisions/{await serve_prompt(router)}")
+    assert again["chosen"]["worker"] == chosen
+    assert again["plan"]["reuse_blocks"] == 6
+    assert await status_of(f"{indexer}/v1/route") in (404, 405)
+    return again
+
+
+async def until_archived(broker_url: str, archive_url: str) -> None:
+    """Return once the archive has two decisions, and all that was said till now."""
+    async with NatsBus(broker_url) as bus:
+        last = await bus.last_sequence(KV_EVENTS)
+    with SqlArchive(archive_url, must_exist=True) as archive:
+        await until(lambda: archive.cursor(KV_EVENTS) >= last)
+        await until(lambda: archive.cursor(KV_DECISIONS) >= 2)
 
 
 async def status_of(url: str) -> int:
@@ -142,7 +175,7 @@ async def test_a_sidecar_runs_apart_from_its_engine(tmp_path: Path) -> None:
             started("sidecar", *apart, "--socket", str(socket), "--base-url", "http://e0"),
             SidecarChannel(socket) as channel,
         ):
-            await channel.wait_ready()
+            await channel.wait_ready(60.0)
             hook.stored([1, 2], None, list(range(32)))
             await channel.flush()
             found = await until_blocks(router["router"], "e0", 2)
@@ -184,9 +217,7 @@ async def test_a_role_that_waits_for_its_broker_can_be_stopped(role: str) -> Non
 async def until_it_listens_to_signals(pid: int) -> None:
     """Return when the process catches SIGTERM, as its table of signals tells."""
     caught = 1 << (signal.SIGTERM - 1)
-    async with asyncio.timeout(20):
-        while not caught & int(_signals_caught(pid), 16):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.05)
+    await until(lambda: bool(caught & int(_signals_caught(pid), 16)))
 
 
 def _signals_caught(pid: int) -> str:

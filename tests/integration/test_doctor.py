@@ -17,6 +17,8 @@ from testkit.front_engine import FrontEngine, front_engine
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WORKER = "w0"
+#: for what never comes, where what comes before it may take as long
+MISS_SECONDS = 2.0
 MODEL = "reference"
 
 
@@ -33,7 +35,7 @@ class Fleet:
             "engine_url": self.engine.url,
             "router_url": self.router_url,
             "worker": WORKER,
-            "wait_seconds": 5.0,
+            "wait_seconds": 30.0,
         }
         findings = await run_doctor(DoctorOptions(**options | more), told.append)
         assert told == findings
@@ -98,7 +100,7 @@ async def test_a_size_that_no_block_has_is_named_and_ends_nothing(fleet: Fleet) 
 
 async def test_f54_a_conversation_that_is_other_tokens_is_named(fleet: Fleet) -> None:
     fleet.engine.tokenizes_truly = False
-    findings = await fleet.diagnose(wait_seconds=0.5)
+    findings = await fleet.diagnose(wait_seconds=MISS_SECONDS)
     assert failed(findings) == {"chat"}
     assert findings["chat"].says.startswith("silent miss")
 
@@ -129,7 +131,7 @@ async def test_every_other_fault_is_found_and_its_flag_named(
 ) -> None:
     model = fleet.engine.model
     go_wrong(fleet.engine)
-    findings = await fleet.diagnose(wait_seconds=0.5)
+    findings = await fleet.diagnose(wait_seconds=MISS_SECONDS)
     fleet.engine.model = model
     assert findings[check].status is Status.fail
     assert names in findings[check].change

@@ -11,6 +11,8 @@ import pytest
 
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.schemas.errors import ServerNotStarted
+from testkit.ports import kept_port
+from testkit.waiting import WAIT_SECONDS
 
 
 def is_running(pid: int) -> bool:
@@ -33,7 +35,7 @@ async def is_listening(url: str) -> bool:
 
 
 async def test_it_listens_on_loopback_and_is_gone_afterwards(tmp_path: Path) -> None:
-    async with embedded_server(tmp_path) as server:
+    async with embedded_server(tmp_path, kept_port()) as server:
         assert server.url.startswith("nats://127.0.0.1:")
         assert await is_listening(server.url)
         pid = server.pid
@@ -49,7 +51,7 @@ async def test_two_servers_take_two_ports(tmp_path: Path) -> None:
 
 
 async def test_it_comes_back_on_the_same_port(tmp_path: Path) -> None:
-    async with embedded_server(tmp_path) as server:
+    async with embedded_server(tmp_path, kept_port()) as server:
         url, pid = server.url, server.pid
         await server.kill()
         assert not await is_listening(url)
@@ -113,7 +115,7 @@ async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     assert is_running(int(await parent.stdout.readline()))
     parent.kill()
     await parent.communicate()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         # The folder's lock is free when the last server on it has ended.
         while True:
             try:

@@ -28,7 +28,7 @@ from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch
 from testkit.builders import a_batch, digests, hashes, inventory, stored, subject_of, up
-from testkit.bus import eventually
+from testkit.waiting import WAIT_SECONDS, until
 
 W1 = InstanceId("w1", 0)
 FAST = ServiceSettings(poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=0.0)
@@ -73,10 +73,10 @@ async def test_late_and_early_readers_archive_and_stream_agree(
         late = await stack.enter_async_context(
             IndexService(other_bus, IndexState(ReferenceIndex()))
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_SECONDS):
             await late.wait_ready()
             await archiver.caught_up()
-        await eventually(lambda: early.state.stream_sequence == 600)
+        await until(lambda: early.state.stream_sequence == 600)
         digests = {early.state.state_digest(), late.state.state_digest()}
         digests.add((await replay_archive(database)).state_digest)
         digests.add((await replay_stream(bus, make_index=ReferenceIndex)).state_digest)
@@ -93,11 +93,11 @@ async def test_a_worker_that_dies_is_gone_everywhere_by_one_record(bus: NatsBus)
         keeper = LeaseKeeper(bus.keys(LEASES_BUCKET), W1, 5, lambda fenced: None, ttl_seconds=1.0)
         await keeper.__aenter__()
         await publish(bus, a_batch(up(), stored(1), epoch=5))
-        await eventually(lambda: len(one.index.match(hashes(1))) == 1)
+        await until(lambda: len(one.index.match(hashes(1))) == 1)
         assert keeper._task is not None
         keeper._task.cancel()  # the worker is killed: nobody renews, nobody gives it back
         for service in (one, two):
-            await eventually(lambda service=service: service.index.match(hashes(1)) == [])  # type: ignore[misc]
+            await until(lambda service=service: service.index.match(hashes(1)) == [])  # type: ignore[misc]
         messages = [message async for message in bus.read_range(KV_EVENTS, 2, 9)]
         records = {decode_control(message.payload).instance for message in messages}
         assert records == {W1}
@@ -112,7 +112,5 @@ async def test_a_gap_is_healed_by_the_owner(bus: NatsBus) -> None:
     await bus.serve(inventory_subject(W1), answer)
     async with IndexService(bus, IndexState(ReferenceIndex()), settings=FAST) as service:
         await publish(bus, a_batch(up(), stored(1)), a_batch(stored(3), seq=3))
-        await eventually(
-            lambda: [m.trust for m in service.index.match(hashes(1, 2))] == [Trust.exact]
-        )
+        await until(lambda: [m.trust for m in service.index.match(hashes(1, 2))] == [Trust.exact])
         assert service.index.match(hashes(1, 2))[0].num_blocks == 2

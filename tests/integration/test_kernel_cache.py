@@ -104,6 +104,8 @@ def test_a_kernel_is_kept_until_a_file_that_it_draws_on_changes(place: Any, tmp_
     )
     said = copy.run()
     assert (said["holders"], said["loaded"]) == (5, 0)
+    if place is not in_tree:
+        return  # where they are kept is one thing, what they draw on another
     # a constant of its own from elsewhere
     copy.change(
         "layout.py",

@@ -43,7 +43,6 @@ from kvatlas.worker_hooks.raw_events import RawStored
 from kvatlas.worker_hooks.ring import RingWriter
 from testkit import shared_writer_main
 from testkit.builders import MODEL, a_batch, stored, subject_of, up
-from testkit.bus import eventually
 from testkit.engine_words import chain_of, tokens_of
 from testkit.peer import stop
 from testkit.shared_writer_main import CHAIN
@@ -132,7 +131,7 @@ async def an_engine(folder: Path, url: str) -> AsyncIterator[Engine]:
     sidecar = await asyncio.to_thread(start_sidecar, options, folder / "sidecar.log")
     try:
         async with SidecarChannel(Path(options.socket_path)) as channel:
-            await channel.wait_ready()
+            await channel.wait_ready(60.0)
             yield Engine(hook, sidecar, channel)
     finally:
         await asyncio.to_thread(sidecar.stop)
@@ -147,7 +146,7 @@ async def test_f14_an_engine_does_not_wait_for_a_broker_that_stands_still(
         await bus.declare_stream(events_stream(max_bytes=256 << 20))
         async with IndexService(bus, IndexState(ReferenceIndex()), settings=FAST) as service:
             engine.step(600)
-            await until(lambda: engine.is_known_to(service.index), 30.0)
+            await until(lambda: engine.is_known_to(service.index), 60.0)
             sidecar = psutil.Process(engine.sidecar.pid)
             before_bytes = sidecar.memory_info().rss
             with standing_still(server.pid):
@@ -162,7 +161,7 @@ async def test_f14_an_engine_does_not_wait_for_a_broker_that_stands_still(
                 with standing_still(engine.sidecar.pid):
                     engine.step(2_000)
                 assert engine.hook.num_lost > num_lost
-            await until(lambda: engine.is_known_to(service.index), 30.0)
+            await until(lambda: engine.is_known_to(service.index), 60.0)
             told = (await engine.channel.status()).counters["lost_events"]
             assert told == engine.hook.num_lost
             assert service.state.stats().resyncs > 0
@@ -189,7 +188,7 @@ async def test_f70_requests_are_answered_while_the_broker_stands_still(
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
             batch = a_batch(up(), stored(1))
             await publisher.publish(subject_of(batch), encode(batch))
-            await eventually(lambda: service.state.stream_sequence == 1)
+            await until(lambda: service.state.stream_sequence == 1)
             async with client:
                 with standing_still(server.pid):
                     asking = (
@@ -201,7 +200,7 @@ async def test_f70_requests_are_answered_while_the_broker_stands_still(
                     assert {answer.json()["worker"] for answer in answers} == {"w1"}
                     assert (await client.get("/metrics")).status_code == 200
                     assert log.num_waiting <= 8
-            await eventually(lambda: log.num_waiting == 0)
+            await until(lambda: log.num_waiting == 0)
 
 
 async def test_f76_a_broker_that_answers_nobody_is_a_delay_that_shows_and_no_loss(
@@ -224,17 +223,17 @@ async def test_f76_a_broker_that_answers_nobody_is_a_delay_that_shows_and_no_los
             IndexService(far, IndexState(FlatRadixIndex()), settings=FAST) as two,
         ):
             await publish(1, 200)
-            await eventually(lambda: one.state.stream_sequence > 100)
+            await until(lambda: one.state.stream_sequence > 100)
             publishing = asyncio.create_task(publish(200, 600))
             with standing_still(server.pid):
                 for service in (one, two):
-                    await eventually(lambda s=service: s.lag.seconds_since_contact > 0.5)  # type: ignore[misc]
+                    await until(lambda s=service: s.lag.seconds_since_contact > 0.5)  # type: ignore[misc]
             await publishing
             await publisher.flush()
             last = await bus.last_sequence(KV_EVENTS)
             for service in (one, two):
-                await eventually(lambda s=service: s.state.stream_sequence == last)  # type: ignore[misc]
-                await eventually(lambda s=service: s.lag.seconds_since_contact < 0.5)  # type: ignore[misc]
+                await until(lambda s=service: s.state.stream_sequence == last)  # type: ignore[misc]
+                await until(lambda s=service: s.lag.seconds_since_contact < 0.5)  # type: ignore[misc]
                 view = service.index.instance(W1)
                 assert view is not None
                 assert (view.seq, view.trust, view.num_blocks) == (599, Trust.exact, 599)
@@ -257,10 +256,12 @@ def a_writer_that_stops(folder: Path, within_a_change: bool) -> Iterator[SharedI
             assert process.stdout
             assert process.stdout.readline() == b"ready\n"
             reader = SharedIndexReader(folder)
-            assert {view.trust for view in reader.instances()} == {Trust.exact}
             opened = h.open_header(folder / h.FILE)
             assert opened is not None
-            give_up_at = time.monotonic() + 30
+            give_up_at = time.monotonic() + 60
+            while {view.trust for view in reader.instances()} != {Trust.exact}:
+                assert time.monotonic() < give_up_at
+                time.sleep(0.001)
             while True:
                 stop(process.pid)
                 if bool(opened[0][VERSION] & 1) == within_a_change:

@@ -55,7 +55,7 @@ def test_replayed_and_live_batches_are_recorded_once(tmp_path: Path) -> None:
         server = threading.Thread(target=serve)
         server.start()
         options = RecordOptions(
-            f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", max_batches=3, seconds=20
+            f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", max_batches=3, seconds=60
         )
         frames = list(record(options))
         server.join()
@@ -163,8 +163,13 @@ def test_an_endpoint_that_says_nothing_is_told_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("kvatlas.worker_hooks.recording.QUIET_SECONDS", 0.2)
     monkeypatch.setattr("kvatlas.worker_hooks.recording._SILENT_SECONDS", 0.2)
     told: list[str] = []
-    options = RecordOptions("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", seconds=1.0)
-    assert list(record(options, Listener(on_silent=told.append))) == []
+    further_looks = iter(range(4))  # in which nothing is told again
+
+    def is_stopped() -> bool:
+        return len(told) >= 2 and next(further_looks, None) is None
+
+    options = RecordOptions("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", seconds=60.0)
+    assert list(record(options, Listener(on_silent=told.append, is_stopped=is_stopped))) == []
     replay, live = told
     assert "tcp://127.0.0.1:2" in replay
     assert "--replay-endpoint" in replay

@@ -26,10 +26,10 @@ from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, NamespacesMuted
 from testkit.builders import a_batch, subject_of
-from testkit.bus import eventually
 from testkit.engine_words import tokens_of
 from testkit.release_100 import BusOf100, OldWorker, read_by_100
 from testkit.sidecars import DESCRIPTOR, Beside, beside, sidecar_options
+from testkit.waiting import until
 from wire_100 import codec as codec_100
 
 MODEL = "m"
@@ -116,7 +116,7 @@ class Rollout:
                 and all(self.trust_of(name) == {Trust.exact} for name in NAMES)
             )
 
-        await eventually(is_so)
+        await until(is_so)
         one, two = (reader.state.state_digest() for reader in self.readers)
         assert one == two
 
@@ -188,7 +188,7 @@ async def test_a_muted_namespace_is_told_to_each_reader_in_its_own_words(
             if block == BURST + 1:
                 await worker.channel.flush()
         await worker.channel.flush()
-        await eventually(
+        await until(
             lambda: all(
                 len(rollout.held(block, hasher=TENANT)[at]) == 1 for at in (0, 1) for block in FLOOD
             )
@@ -236,7 +236,7 @@ async def test_a_newer_major_is_refused_by_name_by_readers_of_both(
         await publisher.publish(subject_of(batch), newer)
         await publisher.flush()
         async with IndexService(bus, IndexState(ReferenceIndex()), settings=FAST) as service:
-            await eventually(lambda: service.state.stream_sequence == 1)
+            await until(lambda: service.state.stream_sequence == 1)
             (rejected,) = service.index.stats().rejected
             assert (rejected.kind, rejected.count) == ("version", 1)
         with pytest.raises(codec_100.UnsupportedVersion, match="200"):

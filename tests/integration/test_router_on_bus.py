@@ -19,8 +19,9 @@ from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, BlockStored, EventBatch, WorkerUp
 from kvatlas.schemas.routing import decode_decision
 from kvatlas.schemas.settings import RouterSettings
-from testkit.bus import Collected, eventually
+from testkit.bus import Collected
 from testkit.fleet import FINGERPRINT, MODEL, a_prompt
+from testkit.waiting import until
 
 PROMPT = a_prompt(64)
 DESCRIPTOR = NamespaceDescriptor(16)
@@ -52,7 +53,7 @@ async def test_a_router_lives_on_its_bus_and_outlives_it() -> None:
                 await bus.publisher(KV_EVENTS).publish(
                     events_subject(MODEL, InstanceId("w1", 0)), encode(batch)
                 )
-                await eventually(lambda: state.stream_sequence == 1)
+                await until(lambda: state.stream_sequence == 1)
                 assert (await client.get("/readyz")).status_code == 200
 
                 recorded: Collected[Message] = Collected()
@@ -63,7 +64,7 @@ async def test_a_router_lives_on_its_bus_and_outlives_it() -> None:
                 assert decode_decision(message.payload).id == routed["decision_id"]
 
                 bus.cut()
-                await eventually(lambda: index.lag.seconds_since_contact > 0.05)
+                await until(lambda: index.lag.seconds_since_contact > 0.05)
                 alone = (await client.post("/v1/route", json=ASK)).json()
                 assert (alone["worker"], alone["connected"]) == ("w1", False)
                 assert alone["index_age_ms"] > 50

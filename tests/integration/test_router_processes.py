@@ -1,16 +1,19 @@
 """`kvatlas serve --routers N`: one index, several routers in processes of their own, one port."""
 
 import json
-import os
 import re
-import signal
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 
+from kvatlas import router_processes
+from kvatlas.schemas.settings import load_settings
 from testkit.commands import running
+from testkit.processes import is_alive, until_ended
 from testkit.waiting import until, until_told
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -34,7 +37,14 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         routers = alive_routers()
         assert len(routers) == 3
 
-        answers = [await each_connection_anew("POST", f"{url}/v1/route", ASK) for _ in range(12)]
+        answers = [await each_connection_anew("POST", f"{url}/v1/route", ASK)]
+
+        async def all_have_heard() -> bool:
+            numbers = [await num_in_flight(addresses[f"router_{number}"]) for number in (1, 2, 3)]
+            return numbers == [1, 1, 1]
+
+        await until_told(all_have_heard)
+        answers += [await each_connection_anew("POST", f"{url}/v1/route", ASK) for _ in range(11)]
         assert {status for status, _ in answers} == {200}
         # one prompt: whichever router was asked, it knew what the others had decided
         assert len({answer["worker"] for _, answer in answers}) == 1
@@ -53,10 +63,7 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         assert [status for status, _ in reports] == [200] * len(ids)
 
         async def nobody_is_loaded() -> bool:
-            asked = [await each_connection_anew("GET", f"{url}/v1/workers") for _ in range(6)]
-            assert {status for status, _ in asked} == {200}
-            workers = [worker for _, found in asked for worker in found["workers"]]
-            return not any(worker["load"]["in_flight"] for worker in workers if worker["load"])
+            return not any([await num_in_flight(url) for _ in range(6)])
 
         await until_told(nobody_is_loaded)
 
@@ -65,11 +72,30 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         status, problem = await each_connection_anew("GET", f"{url}/v1/index/tree")
         assert (status, "ask the index" in problem["detail"]) == (404, True)
 
-        os.kill(routers[0].pid, signal.SIGKILL)
+        routers[0].kill()
+        await until_ended(routers[0])
         await until(lambda: len(alive_routers()) == 3, 60)
         statuses = [(await each_connection_anew("GET", f"{url}/readyz"))[0] for _ in range(8)]
         assert statuses == [200] * 8
-    assert not [p for p in routers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [*filter(is_alive, routers)]
+
+
+def test_a_router_has_the_settings_of_serve_whatever_it_inherits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVATLAS_ROUTER__SEED", "5")
+    settings = load_settings(flags=[("router.seed", "0"), ("fleet.key", "00ff")])
+    told = router_processes._environment(settings, "nats://b:4222", Path("/index"), 8081)
+    found = load_settings(environment=told)
+    own = msgspec.structs.replace(settings.router, port=8081, is_port_shared=True)
+    assert (found.router, found.fleet, found.log) == (own, settings.fleet, settings.log)
+    assert (found.nats.url, found.indexer.shared_folder) == ("nats://b:4222", "/index")
+
+
+async def num_in_flight(url: str) -> int:
+    status, found = await each_connection_anew("GET", f"{url}/v1/workers")
+    assert status == 200
+    return sum(worker["load"]["in_flight"] for worker in found["workers"] if worker["load"])
 
 
 async def num_routed(url: str) -> float:
@@ -84,6 +110,6 @@ def alive_routers() -> list[psutil.Process]:
 
 def is_router(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "router" in process.cmdline()
+        return is_alive(process) and "router" in process.cmdline()
     except psutil.NoSuchProcess:
         return False

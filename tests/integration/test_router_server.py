@@ -12,6 +12,7 @@ import pytest
 from kvatlas.router.app import RouterApp, create_app
 from testkit.fleet import MODEL, Fleet, a_prompt
 from testkit.server import served
+from testkit.waiting import WAIT_SECONDS
 
 LIMIT = 50_000
 PROMPT = a_prompt(64)
@@ -44,7 +45,7 @@ class Connection:
         await self._writer.drain()
 
     async def answer(self) -> tuple[int, bytes]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_SECONDS):
             head = await self._reader.readuntil(b"\r\n\r\n")
             length = next(
                 int(line.split(b":")[1])
@@ -54,7 +55,7 @@ class Connection:
             return int(head.split()[1]), await self._reader.readexactly(length)
 
     async def rest(self) -> bytes:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_SECONDS):
             return await self._reader.read()
 
     async def close(self) -> None:
@@ -219,6 +220,20 @@ class TestHotProtocol:
         monkeypatch.delattr("kvatlas.router.hot_protocol.HotProtocol._hand_over")
         await connection.send(post("/v1/score", BODY, "Connection: Keep-Alive") * 2)
         assert [(await connection.answer())[0] for _ in range(2)] == [200, 200]
+
+    async def test_the_date_of_answers_goes_on(self) -> None:
+        """The headers of every answer are put together once, until uvicorn has new ones."""
+        app = an_app()
+        async with (
+            served(app, http=app.http_protocol) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+            asyncio.timeout(WAIT_SECONDS),
+        ):
+            dates = set[str]()
+            while len(dates) < 2:
+                answer = await client.post("/v1/score", content=BODY)
+                dates.add(answer.headers["date"])
+                await asyncio.sleep(0.05)
 
     async def test_reports_are_taken(self, connection: Connection) -> None:
         await connection.send(post("/v1/route", BODY))

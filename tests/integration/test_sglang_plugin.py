@@ -28,7 +28,8 @@ from testkit.sglang_stub import (
     ServerArgs,
     sglang_installed,
 )
-from testkit.sidecars import folded, until
+from testkit.sidecars import folded
+from testkit.waiting import until
 
 W = InstanceId("w", 1)
 #: pages of four tokens; SGLang's hashes are signed

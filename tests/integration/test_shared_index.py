@@ -48,9 +48,15 @@ def a_writer(folder: Path, seed: int = 1) -> Generator[subprocess.Popen[str], No
 def test_no_reader_ever_sees_half_of_a_change(tmp_path: Path) -> None:
     with a_writer(tmp_path) as process:
         reader = SharedIndexReader(tmp_path)
-        lengths, sequences = set(), set()
-        ends_at = time.monotonic() + 4
-        while time.monotonic() < ends_at:
+        lengths, sequences = set[int](), set[int]()
+        ends_at = time.monotonic() + 2
+        # on a busy machine it takes longer to see enough
+        while (
+            time.monotonic() < ends_at
+            or reader.num_retries == 0
+            or len(lengths) <= 3
+            or len(sequences) <= 100
+        ):
             found = {match.instance.worker: match for match in reader.match(CHAIN)}
             a, b = found.get("a"), found.get("b")
             assert (a and a[2:]) == (b and b[2:])
@@ -62,17 +68,14 @@ def test_no_reader_ever_sees_half_of_a_change(tmp_path: Path) -> None:
                 t for who, t in held if who.worker == "b"
             ]
         assert process.poll() is None
-        assert reader.num_retries > 0
-        assert len(lengths) > 3
-        assert len(sequences) > 100
-        assert {view.trust for view in reader.instances() if view.epoch == 1} == {Trust.exact}
+        while {view.trust for view in reader.instances() if view.epoch == 1} != {Trust.exact}:
+            time.sleep(0.01)  # whoever stands still within a change is not believed
 
 
 async def test_a_dead_writer_leaves_its_last_state_marked_with_its_age(tmp_path: Path) -> None:
     with a_writer(tmp_path, seed=2) as process:
         reader = SharedIndexReader(tmp_path)
-        await until(lambda: bool(reader.match(CHAIN)))
-        assert reader.connected
+        await until(lambda: reader.connected and bool(reader.match(CHAIN)))
         process.kill()
         process.wait()
         before = reader.match(CHAIN), reader.stream_sequence
@@ -87,9 +90,12 @@ async def test_a_dead_writer_leaves_its_last_state_marked_with_its_age(tmp_path:
         assert reader.stream_sequence == before[1]
     with a_writer(tmp_path, seed=3):
         await until(lambda: reader.connected and bool(reader.match(CHAIN)))
-        known = reader.instance(InstanceId("a", 0))
-        assert known
-        assert known.trust is Trust.exact
+
+        def is_exact() -> bool:
+            known = reader.instance(InstanceId("a", 0))
+            return known is not None and known.trust is Trust.exact
+
+        await until(is_exact)
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
@@ -170,7 +176,7 @@ def test_a_writer_that_dies_within_a_change_is_not_waited_for(tmp_path: Path) ->
     started = time.monotonic()
     assert reader.match(hashes(1)) == []
     assert [view.instance for view in reader.serving(MODEL)] == [InstanceId("w1", 0)]
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20  # forever, if it waited
     arrays.close()
 
 

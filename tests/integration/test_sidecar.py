@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from kvatlas.worker_hooks.reference.kv_bytes import kv_bytes
 from kvatlas.worker_hooks.reference.requests import Completion, generated_tokens
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 from testkit.fold import Fold
+from testkit.ports import kept_port
 from testkit.sidecars import (
     BLOCK_BYTES,
     DESCRIPTOR,
@@ -36,8 +37,8 @@ from testkit.sidecars import (
     a_worker,
     folded,
     sidecar_options,
-    until,
 )
+from testkit.waiting import until, until_told
 
 W, A, B = (InstanceId(name, 0) for name in ("w", "a", "b"))
 
@@ -53,7 +54,7 @@ def chain_of(prompt: bytes, salt: str | None = None) -> list[bytes]:
 
 @asynccontextmanager
 async def a_broker(folder: Path) -> AsyncIterator[tuple[EmbeddedServer, NatsBus]]:
-    async with embedded_server(folder / "nats") as server, NatsBus(server.url) as bus:
+    async with embedded_server(folder / "nats", kept_port()) as server, NatsBus(server.url) as bus:
         await bus.declare_stream(events_stream())
         yield server, bus
 
@@ -118,7 +119,7 @@ async def test_the_log_says_exactly_what_the_engine_holds(tmp_path: Path) -> Non
             await play(worker, seed=2, num_requests=20)
             await settled(worker, folds[W])
             check_equal(worker, folds[W])
-            await bus.request(inventory_subject(W), b"", 5.0)
+            await bus.request(inventory_subject(W), b"", 30.0)
             await settled(worker, folds[W])
             check_equal(worker, folds[W])
         await until(lambda: folds[W].down != "")
@@ -176,7 +177,7 @@ async def test_a_ring_that_overflows_is_made_good_by_a_listing(tmp_path: Path) -
                 counters = (await worker.channel.status()).counters
                 return counters["lost_events"] > 0 and worker.engine._hook._listing is None
 
-            await until_true(listed)
+            await until_told(listed)
             await settled(worker, folds[W])
             await settled(worker, folds[W])
             check_equal(worker, folds[W])
@@ -191,7 +192,7 @@ async def test_a_sidecar_that_crashes_is_followed_by_another(tmp_path: Path) -> 
             worker.process.kill()
             await play(worker, seed=10, num_requests=20)
             worker.process = await asyncio.to_thread(start_sidecar, options, tmp_path / "log")
-            await worker.channel.wait_ready()
+            await worker.channel.wait_ready(60.0)
             worker.pool = ServePool.attach(Path(options.pool_path))
             worker.engine.store.move_to(worker.pool)
             await until(lambda: folds[W].epoch > first.epoch)
@@ -266,17 +267,11 @@ async def test_two_workers_that_pull_from_each_other_while_they_evict_stay_right
                 check_equal(worker, fold)
 
 
-async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
-        while not await condition():  # noqa: ASYNC110 - another process decides
-            await asyncio.sleep(0.02)
-
-
 async def ready_to_pull(worker: Worker) -> None:
     async def is_ready() -> bool:
         return (await worker.channel.status()).transport == "nixl"
 
-    await until_true(is_ready)
+    await until_told(is_ready)
 
 
 ENGINE = """
@@ -335,7 +330,7 @@ async def test_the_lease_of_an_engine_that_died_with_its_sidecar_runs_out(tmp_pa
         await watch_leases(bus.keys(LEASES_BUCKET), changes.append)
         async with an_engine(options, starts_sidecar=True) as pids:
             await until(lambda: len(folds[W].held[Tier.hbm]) == 1 and bool(changes))
-            for pid in pids:
+            for pid in reversed(pids):  # the sidecar first, or it says that the engine has ended
                 os.kill(pid, signal.SIGKILL)
             await until(lambda: changes[-1].kind == "expired")
             assert folds[W].down == ""
@@ -367,5 +362,5 @@ def _run_sidecar(options: SidecarOptions) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         check=False,
-        timeout=20,
+        timeout=60,
     )

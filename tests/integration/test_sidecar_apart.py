@@ -21,7 +21,9 @@ from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_apart import KILLED_STATUS, ApartSidecar, start_apart
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
-from testkit.sidecars import folded, sidecar_options, until
+from testkit.processes import until_ended
+from testkit.sidecars import folded, sidecar_options
+from testkit.waiting import until
 
 W = InstanceId("w", 0)
 
@@ -80,8 +82,8 @@ async def test_a_server_that_kills_its_engine_s_family_leaves_a_goodbye(tmp_path
                 with contextlib.suppress(psutil.NoSuchProcess):  # a server ends after its engine
                     one.kill()
             await process.communicate()
-        await until(lambda: folds[W].down == "engine ended", 10.0)
-        await until(lambda: not sidecar.is_running() or sidecar.status() == psutil.STATUS_ZOMBIE)
+        await until(lambda: folds[W].down == "engine ended")
+        await until_ended(sidecar)
 
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
@@ -112,10 +114,10 @@ def test_one_that_does_not_start_is_an_error(
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ChildProcessError, match="no sidecar"):
         start_apart(sidecar_options(tmp_path, nats_url="nats://127.0.0.1:1"))
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # some of others may end meanwhile
 
 
 def test_its_own_failure_has_its_own_status(tmp_path: Path) -> None:
     """There is no ring where the options say."""
     sidecar = start_apart(sidecar_options(tmp_path, nats_url="nats://127.0.0.1:1"))
-    assert sidecar.wait(20.0) == 1
+    assert sidecar.wait(60.0) == 1

@@ -141,10 +141,15 @@ class Worker:
         self.say_in_parts(digests, at_once)
         self.say(*self.caveats(), last)  # whoever has all digests has the caveats too
 
-    def give_inventory(self, at_once: int = len(Tier)) -> None:
-        as_of = self.seq
-        parts = [inventory(*sorted(self.told[t]), as_of=as_of, tier=t) for t in Tier]
-        self.say_in_parts(parts, at_once)
+    def give_inventory(self, at_once: int = len(Tier), part_blocks: int = MAX_BLOCK) -> None:
+        as_of, told = self.seq, list[KvEvent]()
+        for tier in Tier:
+            numbers = sorted(self.told[tier])
+            cuts = range(0, len(numbers) or 1, part_blocks)
+            for part, at in enumerate(cuts, 1):
+                some = numbers[at : at + part_blocks]
+                told.append(inventory(*some, as_of=as_of, tier=tier, part=part, parts=len(cuts)))
+        self.say_in_parts(told, at_once)
         self.tell_digests(at_once)
 
     def say_in_parts(self, events: Sequence[KvEvent], at_once: int) -> None:
@@ -217,10 +222,10 @@ class Fleet(RuleBasedStateMachine):
         if self.workers[who].is_up:
             self.workers[who].tell_digests(at_once)
 
-    @rule(who=workers, at_once=st.integers(1, len(Tier)))
-    def give_inventory(self, who: int, at_once: int) -> None:
+    @rule(who=workers, at_once=st.integers(1, len(Tier)), part_blocks=st.integers(1, 4))
+    def give_inventory(self, who: int, at_once: int, part_blocks: int) -> None:
         if self.workers[who].is_up:
-            self.workers[who].give_inventory(at_once)
+            self.workers[who].give_inventory(at_once, part_blocks)
 
     @rule(who=workers, numbers=blocks)
     def mute_or_unmute(self, who: int, numbers: list[int]) -> None:

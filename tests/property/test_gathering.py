@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.router.lineup import line_up
+from kvatlas.indexer.reader import InstanceView
+from kvatlas.router.lineup import Lineup, line_up
 from kvatlas.router.requests import Report
 from kvatlas.router.service import choose_again
 from kvatlas.schemas.errors import NoCandidate, UnknownModel
@@ -79,6 +80,62 @@ def by_name(router: RouterUnderTest, tokens: list[int]) -> tuple[Candidate, ...]
         loads = load.in_flight, load.queued_ms, load.work_ms, *rates
         found.append(Candidate(*seat, by_tier, expected, *loads))
     return tuple(found)
+
+
+def columns_of(lineup: Lineup) -> dict[str, object]:
+    """Return all that a decision may look at."""
+    return {
+        "views": [(v.instance, v.epoch, v.info, v.trust, v.muted) for v in lineup.views],
+        "groups": lineup.groups,
+        "seats": lineup.seats,
+        "traits": lineup.traits.tolist(),
+        "num_classes": lineup.num_classes,
+        "rolls": [(roll.instances, lines.tolist()) for roll, lines in lineup.rolls],
+        "loads": (lineup.loads.asked, lineup.loads.epochs.tolist()),
+        "line_of": lineup.line_of,
+        "lots": lineup.lots,
+        "leasable": lineup.leasable,
+        "lends_everything": lineup.lends_everything,
+        "doubtful": lineup.doubtful,
+        "muted": [(view.instance, group) for view, group in lineup.muted],
+    }
+
+
+@given(st.lists(steps, max_size=30))
+def test_a_lineup_that_is_kept_up_to_date_is_one_made_anew(
+    history: list[tuple[str, int, int, int, float]],
+) -> None:
+    world = World(False, "least_loaded")
+    index, kept = world.router.index, None
+    before: list[InstanceView] = []
+    for kind, number, prompt, num_blocks, _ in history:
+        world.happen(kind, number, prompt, num_blocks)
+        now = index.serving(MODEL)
+        if not now:
+            kept = None
+            continue
+        made = line_up(now, MODEL, None)
+        kept = (kept and kept.revised(before, now)) or made
+        before = now
+        assert columns_of(kept) == columns_of(made)
+
+
+def test_a_lineup_keeps_what_trust_says_nothing_about() -> None:
+    world = World(False, "least_loaded")
+    for number in (0, 2, 4):
+        world.happen("up", number, 0, 1)
+    before = world.router.index.serving(MODEL)
+    lineup = line_up(before, MODEL, None)
+    columns_of(lineup)
+    world.happen("gap", 2, 0, 1)
+    now = world.router.index.serving(MODEL)
+    revised = lineup.revised(before, now)
+    assert revised is not None
+    assert revised.rolls is lineup.rolls
+    assert revised.loads is lineup.loads
+    assert revised.doubtful == {InstanceId("w2", 0)}
+    assert lineup.doubtful == frozenset(), "whoever has the other one keeps it"
+    assert revised.revised(now, now) is revised
 
 
 @given(

@@ -4,12 +4,14 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.events.codec import DecodedBatch
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.indexer.live import LiveIndex
+from kvatlas.indexer.naming import NamedIndex
 from kvatlas.indexer.reader import IndexReader, Roll
 from kvatlas.indexer.reference import ReferenceIndex
 from kvatlas.indexer.shared.arrays import SharedArrays
@@ -97,3 +99,13 @@ def test_lines_are_matches(history: list[tuple[str, int, list[int], Tier]]) -> N
                 for roll in its_rolls:
                     agree(index, roll)
         arrays.close()
+
+
+def test_a_number_that_stands_for_nobody_is_an_error() -> None:
+    """A shared index tells by it that it was read half changed."""
+    index = FlatRadixIndex()
+    index.store(index.add_instance(), Tier.hbm, ROOT, hashes(1))
+    named, roll = NamedIndex(index), Roll(FLEET)
+    assert not named.held(hashes(2), roll).any()
+    with pytest.raises(IndexError):
+        named.held(hashes(1), roll)

@@ -2,6 +2,7 @@
 
 from math import fsum
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -11,9 +12,12 @@ from kvatlas.indexer import kernel
 from kvatlas.router import price_kernel as k
 from kvatlas.router.plans import AskedPeers, plan_for
 from kvatlas.router.policies import POLICIES, picker, policy_named
+from kvatlas.router.pricing import TERMS, Price
+from kvatlas.router.scores import scores_of
 from kvatlas.router.slate import Slate
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.routing import Candidate, Question
+from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.routing import Candidate, CandidateScore, Question
 from kvatlas.schemas.settings import RouterSettings
 from testkit.slates import a_slate
 
@@ -145,6 +149,49 @@ def test_the_mean_work_is_that_of_an_exact_sum(work: list[float]) -> None:
     lines = np.zeros((len(work), k.NUM_COLUMNS))
     lines[:, k.WORK] = work
     assert k.exact_mean(lines, k.WORK) == fsum(work) / len(work)
+
+
+@given(questions(), st.integers(0, 11))
+def test_the_lightest_of_equal_costs_is_that_of_objects(question: Question, of: int) -> None:
+    slate = priced(question)
+    of %= len(slate)
+    slate.lines[::2, k.COST] = slate.lines[of, k.COST]  # equal ones are rare otherwise
+    costs = slate.lines[:, k.COST].tolist()
+    alike = [line for line, cost in enumerate(costs) if cost == costs[of]]
+    assert slate.lightest_alike(of, len(alike)) == AskedPeers(question).lightest(alike)
+
+
+@given(questions(), SETTINGS, st.permutations(range(12)))
+def test_scores_are_what_objects_say(
+    question: Question, chosen_settings: RouterSettings, order: list[int]
+) -> None:
+    policy, slate = policy_named("predicted_ttft", chosen_settings), a_slate(question)
+    prices = policy.choose(question).prices
+    picker(policy)(slate)
+    lines = [line for line in order if line < len(slate)]
+    scores = [a_score(question.candidates[line], prices[line]) for line in lines]
+    # as JSON, in which the order of names shows
+    assert msgspec.json.encode(scores_of(slate, lines)) == msgspec.json.encode(scores)
+
+
+def a_score(candidate: Candidate, price: Price) -> CandidateScore:
+    by_tier = {Tier(tier).name: blocks for tier, blocks in enumerate(candidate.held) if blocks}
+    _, tier_load, predicted, trust, _, compute, _ = price.terms
+    size = candidate.block_tokens
+    return CandidateScore(
+        worker=candidate.worker,
+        rank=candidate.rank,
+        base_url=f"http://{candidate.worker}",
+        trust=candidate.trust,
+        match_tokens=sum(candidate.held) * size,
+        match_tokens_by_tier={name: blocks * size for name, blocks in by_tier.items()},
+        cost_ms=price.cost_ms,
+        terms=dict(zip(TERMS, price.terms, strict=True)),
+        predicted_tokens=candidate.predicted_blocks * size,
+        expected_ttft_ms=(
+            candidate.queued_ms + tier_load + predicted + trust + price.pull_ms + compute
+        ),
+    )
 
 
 def priced(question: Question) -> Slate:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.events.bus import Message
+from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.publication import IndexPublication, Pulse
 from kvatlas.indexer.shared.reader import SharedIndexReader
@@ -34,6 +35,7 @@ def test_a_reader_answers_what_the_writer_would(history: list[Step], first: int)
             assert reader.match(chain) == state.match(chain)
             assert reader.holders(hashes(first)) == state.holders(hashes(first))
             assert reader.stream_sequence == state.stream_sequence
+            assert _looks(reader) == _looks(state)
         publication.pulse(_pulse())
         assert reader.instances() == state.instances()
         assert reader.stats() == state.stats()
@@ -41,6 +43,12 @@ def test_a_reader_answers_what_the_writer_would(history: list[Step], first: int)
         assert reader.serving("model") == state.serving("model")
         assert reader.num_retries == 0
         arrays.close()
+
+
+def _looks(index: IndexReader) -> list[tuple[object, ...]]:
+    """Return what of the instances is as of now, and not as of the last pulse."""
+    serving = index.serving("model")
+    return [(v.instance, v.epoch, v.info, v.trust, v.muted) for v in serving]
 
 
 def _pulse() -> Pulse:

@@ -15,7 +15,7 @@ from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, ev
 from kvatlas.schemas.errors import ArchiveMismatch, ArchiveUnavailable, StreamRefused
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch
 from testkit.builders import a_batch, a_control, subject_of
-from testkit.bus import eventually
+from testkit.waiting import until
 
 FAST = ArchiverSettings(retry_seconds=0.01)
 
@@ -168,7 +168,7 @@ async def test_a_full_queue_loses_nothing(bus: MemoryBus) -> None:
     settings = ArchiverSettings(max_queued=10, max_batch=4)
     async with Archiver(bus, archive, settings=settings) as archiver:
         await publish(bus, *(a_batch(seq=seq) for seq in range(1, 101)))
-        await eventually(lambda: archiver._feeds[0].is_full)
+        await until(lambda: archiver._feeds[0].is_full)
         archive.gate.set()
         await archiver.caught_up()
     assert numbers(archive) == list(range(1, 101))
@@ -194,7 +194,7 @@ async def test_an_archive_that_is_away_is_tried_until_it_is_back(bus: MemoryBus)
     archive.is_away = True
     async with Archiver(bus, archive, settings=FAST) as archiver:
         await publish(bus, a_batch(), a_batch(seq=2))
-        await eventually(lambda: archiver.num_failures >= 3)
+        await until(lambda: archiver.num_failures >= 3)
         assert archiver.cursors[KV_EVENTS] == 0
         archive.is_away = False
         await archiver.caught_up()
@@ -206,7 +206,7 @@ async def test_an_archive_that_is_away_at_the_end_is_told(bus: MemoryBus) -> Non
     archive.is_away = True
     archiver = await Archiver(bus, archive, settings=FAST).__aenter__()
     await publish(bus, a_batch())
-    await eventually(lambda: archiver.num_failures >= 1)
+    await until(lambda: archiver.num_failures >= 1)
     with pytest.raises(ArchiveUnavailable, match="fishing"):
         await archiver.__aexit__()
     archive.is_away = False
@@ -221,10 +221,10 @@ async def test_an_outage_of_the_broker_is_waited_for(bus: MemoryBus) -> None:
     settings = ArchiverSettings(max_queued=2, retry_seconds=0.01)
     async with Archiver(bus, archive, settings=settings) as archiver:
         await publish(bus, *(a_batch(seq=seq) for seq in range(1, 10)))
-        await eventually(lambda: archiver._feeds[0].is_full)
+        await until(lambda: archiver._feeds[0].is_full)
         bus.cut()
         archive.gate.set()
-        await eventually(lambda: has_written_its_queue(archiver))
+        await until(lambda: has_written_its_queue(archiver))
         bus.restore()
         await archiver.caught_up()
     assert numbers(archive) == list(range(1, 10))
@@ -236,10 +236,10 @@ async def test_it_can_be_left_while_the_broker_is_away(bus: MemoryBus) -> None:
     settings = ArchiverSettings(max_queued=2, retry_seconds=60)
     async with Archiver(bus, archive, settings=settings) as archiver:
         await publish(bus, *(a_batch(seq=seq) for seq in range(1, 10)))
-        await eventually(lambda: archiver._feeds[0].is_full)
+        await until(lambda: archiver._feeds[0].is_full)
         bus.cut()
         archive.gate.set()
-        await eventually(lambda: has_written_its_queue(archiver))
+        await until(lambda: has_written_its_queue(archiver))
     assert numbers(archive) == list(range(1, archiver.cursors[KV_EVENTS] + 1))
 
 
@@ -266,7 +266,7 @@ async def test_a_log_that_begins_anew_ends_it(bus: MemoryBus) -> None:
     await publish(bus, a_batch())
     await archiver.caught_up()
     archiver._feeds[0]._on_hole(2, 1)
-    await eventually(lambda: archiver.failure is not None)
+    await until(lambda: archiver.failure is not None)
     await publish(bus, a_batch(seq=2))
     for leave in (archiver.caught_up, archiver.__aexit__):
         with pytest.raises(ArchiveMismatch, match="begun anew"):

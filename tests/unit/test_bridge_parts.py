@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvatlas.schemas.errors import EndpointUnusable, InvalidSetting
+from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.bridge.engine_probe import (
     EngineFacts,
     EventSource,
@@ -34,8 +35,8 @@ SOURCES = """{"0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600
 
 
 def options(**more: object) -> BridgeOptions:
-    given: dict[str, object] = {"engine": "vllm", "nats_url": "", "worker": "w", "model": "m"}
-    return BridgeOptions(**given | more)  # type: ignore[arg-type]
+    given: dict[str, object] = {"engine": "vllm", "worker": "w", "model": "m"}
+    return BridgeOptions(settings=Settings(), **given | more)  # type: ignore[arg-type]
 
 
 def batch(*events: Event) -> bytes:

@@ -1,5 +1,8 @@
 """Who may say how much, and when silence is lifted."""
 
+import pytest
+
+from kvatlas.indexer import budgets as budgets_module
 from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
 from kvatlas.schemas.ids import InstanceId
 
@@ -32,6 +35,15 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
     assert not budgets.take(W1, 1, 2 * SECOND)
     assert not budgets.take(W1, 1, 9 * SECOND)
     assert budgets.take(W1, 10, 10 * SECOND)
+
+
+def test_buckets_are_bounded_and_the_oldest_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets_module, "MAX_BUCKETS", 1)
+    budgets = EventBudgets(SETTINGS)
+    assert budgets.take(W1, 100, SECOND)
+    assert budgets.take(W2, 60, SECOND)
+    assert budgets.take(W1, 100, SECOND), "left out, hence a full one again"
+    assert len(budgets._buckets) == 1
 
 
 def test_no_rate_limits_nobody() -> None:

@@ -49,11 +49,11 @@ async def test_many_questions_wait_at_a_time_and_each_gets_its_answer(tmp_path: 
         flushing = asyncio.create_task(channel.flush())
         status = await channel.status()
         assert (status.epoch, status.num_blocks, status.counters) == (1, 3, {"epochs": 1})
-        ended = await channel.pull(bytes(32), [4, 5], [InstanceId("a", 1)], 0.25)
+        ended = await channel.pull(bytes(32), [4, 5], [InstanceId("a", 1)], 30.0)
         assert (ended.held, ended.missing) == ((0,), ((1, "busy"),))
         asked = played.asked[-1]
         assert isinstance(asked, PullBlocks)
-        assert (asked.slots, asked.owners, asked.deadline_ms) == ((4, 5), (("a", 1),), 250)
+        assert (asked.slots, asked.owners, asked.deadline_ms) == ((4, 5), (("a", 1),), 30_000)
         assert asked.owners[0].worker == "a"
         assert not flushing.done()
         played.may_answer.set()

@@ -12,7 +12,7 @@ import pytest
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan, PullStep
 from kvatlas.worker_hooks.connector.finding import HolderFinder, Pending
-from testkit.sidecars import until
+from testkit.waiting import until
 
 OWN = InstanceId("w1", 0)
 TOKENS = list(range(40))

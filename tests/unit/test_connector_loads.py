@@ -13,7 +13,7 @@ from kvatlas.worker_hooks.connector.loads import Loads, Outcomes
 from kvatlas.worker_hooks.connector.orders import Load, Run
 from kvatlas.worker_hooks.connector.slots import PoolSlots
 from kvatlas.worker_hooks.pool import ServePool
-from testkit.sidecars import until
+from testkit.waiting import until
 
 X, Y = (bytes([n]) * 16 for n in (1, 2))
 LOAD = Load("r", (10, 11), (X, Y), (Run(0, 2, (InstanceId("a", 0),)),))

@@ -49,7 +49,7 @@ from kvatlas.indexer.stimuli import stimulus_of
 from kvatlas.schemas.errors import MalformedLetter
 from kvatlas.schemas.ids import InstanceId
 from testkit.builders import a_batch, a_control, hashes, stored, subject_of, up
-from testkit.bus import eventually
+from testkit.waiting import until
 
 SUBJECT = "kv.events.model.w1.0"
 GARBAGE = Poison("w1", "payload", "no batch")
@@ -239,6 +239,22 @@ def test_a_flood_of_one_worker_leaves_room_for_others() -> None:
     assert sum(taken(budget, f"w{n}", 1_000, now=7.0) for n in range(10)) == 20, "10 a second"
 
 
+def test_a_clock_that_goes_back_gives_no_letters() -> None:
+    budget = LetterBudget(DeadLetterSettings(letters_per_second=1, burst=4, share=1))
+    assert taken(budget, "loud", 10, now=9.0) == 4
+    assert taken(budget, "loud", 10, now=5.0) == 0
+    assert taken(budget, "loud", 10, now=9.0) == 0
+    assert taken(budget, "loud", 10, now=10.0) == 1
+
+
+def test_a_letter_that_one_bucket_lacks_costs_the_other_nothing() -> None:
+    budget = LetterBudget(DeadLetterSettings(letters_per_second=1, burst=4, share=0.5))
+    assert taken(budget, "loud", 100, now=1.0) == 2
+    assert taken(budget, "quiet", 100, now=1.0) == 2
+    assert taken(budget, "third", 100, now=1.0) == 0
+    assert taken(budget, "third", 100, now=3.0) == 2, "its share was full all the while"
+
+
 def test_buckets_are_bounded_and_names_made_up_win_no_more_than_all() -> None:
     budget = LetterBudget(DeadLetterSettings(letters_per_second=1, burst=10))
     assert sum(budget.take(f"w{n}", "payload", 1.0) for n in range(3 * MAX_BUCKETS)) == 10
@@ -266,7 +282,7 @@ async def test_letters_wait_while_the_broker_is_away(bus: MemoryBus) -> None:
             await asyncio.sleep(0)
         assert (writer.num_waiting, writer.num_written["payload"]) == (3, 0)
         bus.restore()
-        await eventually(lambda: writer.num_written["payload"] == 3)
+        await until(lambda: writer.num_written["payload"] == 3)
         running.cancel()
     assert [letter.stream_sequence for letter in await letters_of(bus)] == [1, 2, 3]
     assert (writer.num_waiting, writer.num_dropped) == (0, 0)
@@ -281,10 +297,10 @@ async def test_letters_that_are_refused_are_counted_and_hold_up_nothing(
         running = group.create_task(writer.run())
         for at in range(1, 6):
             writer.put(a_message(at=at), GARBAGE)
-        await eventually(lambda: writer.num_dropped == 5)
+        await until(lambda: writer.num_dropped == 5)
         await bus.declare_stream(dead_letters_stream())
         writer.put(a_message(at=6), GARBAGE)
-        await eventually(lambda: writer.num_written["payload"] == 1)
+        await until(lambda: writer.num_written["payload"] == 1)
         running.cancel()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, "one about the start, one about all that was refused"
@@ -316,7 +332,7 @@ async def test_one_bad_event_costs_neither_its_batch_nor_the_stream(bus: MemoryB
         assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [2]
         letters = service.letters
         assert letters is not None
-        await eventually(lambda: letters.num_written.total() == 2)
+        await until(lambda: letters.num_written.total() == 2)
     found = [(letter.stream_sequence, letter.kind, letter.by) for letter in await letters_of(bus)]
     assert found == [(1, "event", "indexer"), (2, "payload", "indexer")]
     assert service.index.instance(InstanceId("w1", 0)) is not None

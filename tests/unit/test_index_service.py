@@ -29,7 +29,8 @@ from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch, WorkerDown
 from testkit.builders import MODEL, a_batch, digests, hashes, inventory, stored, subject_of, up
-from testkit.bus import Collected, eventually
+from testkit.bus import Collected
+from testkit.waiting import WAIT_SECONDS, until
 
 W1 = InstanceId("w1", 0)
 FAST = ServiceSettings(
@@ -82,7 +83,7 @@ async def test_it_is_ready_when_what_was_in_the_log_is_folded_in(bus: MemoryBus)
         assert service.state.stream_sequence == 2
         assert service.lag.stream_sequences == 0
         await publish(bus, a_batch(stored(3), seq=3))
-        await eventually(lambda: service.state.stream_sequence == 3)
+        await until(lambda: service.state.stream_sequence == 3)
         assert [match.num_blocks for match in service.index.match(hashes(1, 2, 3))] == [3]
 
 
@@ -111,10 +112,10 @@ async def test_a_log_that_ages_away_while_it_is_read_does_not_keep_it_from_being
     await publish(bus, a_batch(up()), a_batch(seq=2))
     async with a_service(bus) as service:
         broker.purge(KV_EVENTS, 3)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_SECONDS):
             await service.wait_ready()
         await publish(bus, a_batch(seq=3))
-        await eventually(lambda: service.state.stats().stream_holes == 1)
+        await until(lambda: service.state.stats().stream_holes == 1)
 
 
 async def test_until_it_is_ready_everybody_is_catching_up(bus: MemoryBus) -> None:
@@ -137,7 +138,7 @@ async def test_without_a_log_it_does_not_start(broker: MemoryBroker) -> None:
 async def test_it_measures_how_long_a_message_takes(bus: MemoryBus) -> None:
     async with a_service(bus) as service:
         await publish(bus, a_batch(up()), a_batch(seq=2))
-        await eventually(lambda: service.state.stream_sequence == 2)
+        await until(lambda: service.state.stream_sequence == 2)
         delays = service.convergence_ms()
         assert 0 <= delays["p50"] <= delays["p99"] <= delays["max"]
 
@@ -151,7 +152,7 @@ async def test_a_poison_message_stops_nothing(
             await publisher.publish("kv.events.model.w1.0", payload)
         await publisher.publish("kv.events.nonsense", b"")
         await publish(bus, a_batch(up(), stored(1)))
-        await eventually(lambda: service.state.stream_sequence == 14)
+        await until(lambda: service.state.stream_sequence == 14)
         assert is_exact(service)()
         assert service.state.stats().rejected_total == 13
     lines = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
@@ -173,7 +174,7 @@ async def test_a_lost_part_of_the_log_is_a_hole(bus: MemoryBus, broker: MemoryBr
         await publish(bus, a_batch(up(), stored(1)))
         broker.faults.drop_next = 1
         await publish(bus, a_batch(stored(2), seq=2), a_batch(stored(3), seq=3))
-        await eventually(lambda: service.state.stream_sequence == 3)
+        await until(lambda: service.state.stream_sequence == 3)
         assert service.state.stats().stream_holes == 1
         assert service.state.fleet.wants_inventory(W1)
 
@@ -185,15 +186,15 @@ async def test_it_goes_on_answering_and_tells_its_age(bus: MemoryBus) -> None:
     stale_soon = ServiceSettings(poll_seconds=0.01, stale_seconds=0.05)
     async with a_service(bus, stale_soon) as service:
         await publish(bus, a_batch(up(), stored(1)))
-        await eventually(lambda: service.state.stream_sequence == 1)
+        await until(lambda: service.state.stream_sequence == 1)
         bus.cut()
         assert not service.connected
-        await eventually(lambda: service.lag.seconds_since_contact > 0.1)
+        await until(lambda: service.lag.seconds_since_contact > 0.1)
         (match,) = service.index.match(hashes(1))
         assert (match.num_blocks, match.trust) == (1, Trust.stale)
         bus.restore()
         await publish(bus, a_batch(stored(2), seq=2))
-        await eventually(lambda: service.lag.seconds_since_contact < 0.05)
+        await until(lambda: service.lag.seconds_since_contact < 0.05)
         assert service.connected
 
 
@@ -212,14 +213,14 @@ async def test_an_inventory_is_asked_for_until_it_has_healed(bus: MemoryBus) -> 
     await bus.serve(inventory_subject(W1), answer)
     async with a_service(bus) as service:
         await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=3))
-        await eventually(is_exact(service))
+        await until(is_exact(service))
         assert service.inventories.num_requests == 3
 
 
 async def test_nobody_who_answers_is_no_error(bus: MemoryBus) -> None:
     async with a_service(bus) as service:
         await publish(bus, a_batch(up()), a_batch(seq=3))
-        await eventually(lambda: service.inventories.num_failed_requests >= 2)
+        await until(lambda: service.inventories.num_failed_requests >= 2)
 
 
 async def test_an_owner_that_fails_is_asked_again(bus: MemoryBus) -> None:
@@ -229,7 +230,7 @@ async def test_an_owner_that_fails_is_asked_again(bus: MemoryBus) -> None:
     await bus.serve(inventory_subject(W1), fail)
     async with a_service(bus) as service:
         await publish(bus, a_batch(up()), a_batch(seq=3))
-        await eventually(lambda: service.inventories.num_failed_requests >= 2)
+        await until(lambda: service.inventories.num_failed_requests >= 2)
 
 
 async def test_losses_of_the_past_are_asked_about_once_it_is_ready(bus: MemoryBus) -> None:
@@ -273,9 +274,9 @@ async def test_many_losses_are_few_requests_at_a_time(bus: MemoryBus) -> None:
         await bus.serve(inventory_subject(InstanceId(worker, 0)), answer)
     async with a_service(bus) as service:
         await publish(bus, *(a_batch(up(), worker=worker, seq=2) for worker in workers))
-        await eventually(lambda: under_way == 2)
+        await until(lambda: under_way == 2)
         release.set()
-        await eventually(lambda: service.inventories.num_requests >= 30)
+        await until(lambda: service.inventories.num_requests >= 30)
     assert most == 2
 
 
@@ -306,9 +307,9 @@ async def test_an_expired_lease_becomes_a_record_that_all_replicas_fold() -> Non
         await publish(bus, a_batch(up(), stored(1), epoch=7))
         async with a_service(bus, name="one") as one, a_service(bus, name="two") as two:
             await lose_lease(bus, broker, clock, epoch=7)
-            await eventually(lambda: one.index.match(hashes(1)) == [])
-            await eventually(lambda: two.index.match(hashes(1)) == [])
-            await eventually(lambda: one.num_control_records + two.num_control_records >= 1)
+            await until(lambda: one.index.match(hashes(1)) == [])
+            await until(lambda: two.index.match(hashes(1)) == [])
+            await until(lambda: one.num_control_records + two.num_control_records >= 1)
             assert one.state.state_digest() == two.state.state_digest()
         messages = [m async for m in bus.read_range(KV_EVENTS, 2, 9)]
         records = [decode_control(message.payload) for message in messages]
@@ -324,7 +325,7 @@ async def test_an_instance_that_never_had_a_lease_is_expired_after_a_while(bus: 
     )
     async with a_service(bus, settings) as service:
         await publish(bus, a_batch(up(), stored(1)))
-        await eventually(lambda: service.state.stats().controls == 1)
+        await until(lambda: service.state.stats().controls == 1)
         assert [view.trust for view in service.index.instances()] == [Trust.gone]
 
 
@@ -338,7 +339,7 @@ async def test_a_living_lease_keeps_its_instance(bus: MemoryBus) -> None:
         a_service(bus, settings) as service,
     ):
         await publish(bus, a_batch(up(), stored(1)), a_batch(up(), worker="w2"))
-        await eventually(lambda: service.state.stats().controls == 1)
+        await until(lambda: service.state.stats().controls == 1)
         assert is_exact(service)()
 
 
@@ -349,7 +350,7 @@ async def test_it_leaves_nothing_running(bus: MemoryBus) -> None:
     before = asyncio.all_tasks()
     async with a_service(bus) as service:
         await publish(bus, a_batch(up()), a_batch(seq=3))
-        await eventually(lambda: service.inventories.num_failed_requests >= 1)
+        await until(lambda: service.inventories.num_failed_requests >= 1)
     assert asyncio.all_tasks() == before
     sequence = service.state.stream_sequence
     await publish(bus, a_batch(seq=4))
@@ -384,8 +385,8 @@ async def test_a_refused_record_is_proposed_again(
     monkeypatch.setattr(bus, "publisher", lambda _: refusing)
     settings = msgspec.structs.replace(FAST, lease_missing_seconds=0.0, record_retry_seconds=0.01)
     async with a_service(bus, settings) as service:
-        await eventually(lambda: service.num_control_records == 1)
-        await eventually(lambda: not service.index.match(hashes(1)))
+        await until(lambda: service.num_control_records == 1)
+        await until(lambda: not service.index.match(hashes(1)))
     assert refusing.num_refused == 1
 
 
@@ -403,11 +404,11 @@ async def test_who_gives_no_inventory_is_forgotten_once_by_all_replicas(
     ):
         await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=3))
         for service in (one, two):
-            await eventually(lambda service=service: service.state.stats().forgotten == 1)  # type: ignore[misc]
+            await until(lambda service=service: service.state.stats().forgotten == 1)  # type: ignore[misc]
             assert service.index.match(hashes(1)) == []
         await publish(bus, a_batch(inventory(1, 2, as_of=3), *digests(1, 2), seq=4))
-        await eventually(is_exact(one))
-        await eventually(is_exact(two))
+        await until(is_exact(one))
+        await until(is_exact(two))
         assert one.state.state_digest() == two.state.state_digest()
 
 
@@ -425,11 +426,11 @@ async def test_a_storm_is_throttled_and_heals_by_the_inventory(bus: MemoryBus) -
         await bus.serve(inventory_subject(W1), give_inventory)
         await publish(bus, a_batch(up(), stored(1)), a_batch(up(), worker="w2"))
         await publish(bus, *(a_batch(stored(*range(1, 100)), seq=seq) for seq in range(2, 30)))
-        await eventually(lambda: service.state.stats().throttles == 1)
+        await until(lambda: service.state.stats().throttles == 1)
         other = service.index.instance(InstanceId("w2", 0))
         assert other
         assert other.trust is Trust.exact
-        await eventually(is_exact(service))
+        await until(is_exact(service))
         assert [match.num_blocks for match in service.index.match(hashes(1, 2, 3))] == [2]
 
 
@@ -444,10 +445,10 @@ async def test_memory_that_changes_by_itself_is_found_and_told_anew(bus: MemoryB
     async with IndexService(bus, IndexState(index), settings=settings) as service:
         await bus.serve(inventory_subject(W1), give_inventory)
         await publish(bus, a_batch(up(), stored(1, 2)))
-        await eventually(is_exact(service))
+        await until(is_exact(service))
         index._cells[np.flatnonzero(index._cells[:, kernel.ROW])[0], kernel.LOW] ^= np.uint32(4)
-        await eventually(lambda: service.state.stats().audit_failures == 1)
-        await eventually(is_exact(service))
+        await until(lambda: service.state.stats().audit_failures == 1)
+        await until(is_exact(service))
         assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [2]
 
 
@@ -462,7 +463,7 @@ async def test_a_long_history_is_no_storm(bus: MemoryBus) -> None:
         assert service.num_control_records == 0
         assert service.state.stats().throttles == 0
         await publish(bus, a_batch(stored(*range(1, 100)), seq=30))
-        await eventually(lambda: service.state.stats().throttles == 1)
+        await until(lambda: service.state.stats().throttles == 1)
 
 
 async def test_no_clock_of_a_worker_is_believed(bus: MemoryBus) -> None:
@@ -473,7 +474,7 @@ async def test_no_clock_of_a_worker_is_believed(bus: MemoryBus) -> None:
             batch = a_batch(*([up()] if seq == 1 else []), stored(seq), seq=seq)
             ts_ns = now + ahead * 1_000_000_000
             await publish(bus, msgspec.structs.replace(batch, ts_ns=ts_ns))
-        await eventually(lambda: service.state.stream_sequence == 4)
+        await until(lambda: service.state.stream_sequence == 4)
         await asyncio.sleep(0.05)
         view = service.index.instance(W1)
         assert view is not None
@@ -491,7 +492,7 @@ async def test_a_tree_is_a_change_for_who_reads_the_same_memory(
     async with IndexService(bus, state, settings=FAST, shared=shared) as service:
         await publish(bus, a_batch(up(), stored(1, 2)), a_batch(up(), stored(1), worker="w2"))
         await publish(bus, a_batch(WorkerDown("end"), worker="w2", seq=2))
-        await eventually(lambda: service.state.stream_sequence == 3)
+        await until(lambda: service.state.stream_sequence == 3)
         before = int(shared.header[VERSION])
         [run] = service.index.tree(3, 8)
         assert (run.num_blocks, run.holders) == (2, (W1,))
@@ -508,20 +509,20 @@ async def test_while_the_index_is_counted_nothing_reorders_it(
     begun, may_end = threading.Event(), threading.Event()
     async with a_service(bus, settings) as service:
         await publish(bus, a_batch(up(), stored(1)))
-        await eventually(is_exact(service))
+        await until(is_exact(service))
         audit = service.state.audit
 
         def slow_audit() -> tuple[tuple[InstanceId, Tier], ...]:
             begun.set()
-            may_end.wait(10)
+            may_end.wait(2 * WAIT_SECONDS)
             return audit()
 
         monkeypatch.setattr(service.state, "audit", slow_audit)
-        await eventually(begun.is_set)
+        await until(begun.is_set)
         with pytest.raises(IndexUnavailable, match="counted anew"):
             service.index.tree(3, 8)
         await publish(bus, a_batch(stored(2), seq=2))
         assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [1]
         may_end.set()
-        await eventually(lambda: service.state.stream_sequence == 2)
+        await until(lambda: service.state.stream_sequence == 2)
         assert service.state.stats().audit_failures == 0

@@ -20,7 +20,7 @@ from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import EventBatch
 from testkit.builders import MODEL, a_batch, digests, inventory, stored, subject_of, up
-from testkit.bus import eventually
+from testkit.waiting import until
 
 SETTINGS = ServiceSettings(
     poll_seconds=0.01,
@@ -92,7 +92,7 @@ class Broken:
 
 
 async def until_asked(broken: Broken, times: int) -> None:
-    await eventually(lambda: len(broken.asked) >= times)
+    await until(lambda: len(broken.asked) >= times)
 
 
 def the_exact(service: IndexService) -> set[str]:
@@ -118,7 +118,7 @@ async def test_of_a_hundred_at_once_few_are_under_way_and_all_are_healed(bus: Me
             await asyncio.sleep(0.02)  # enough for one too many to be asked
             assert len(broken.asked) == most
             await broken.heal(broken.asked[num_healed])
-        await eventually(lambda: len(the_exact(service)) == 100)
+        await until(lambda: len(the_exact(service)) == 100)
         assert sorted(broken.asked) == sorted(broken.names), "one repair each"
         assert service.inventories.num_requests == 100
 
@@ -130,12 +130,35 @@ async def test_one_that_loses_more_while_it_is_repaired_is_asked_once(bus: Memor
         await service.wait_ready()
         for seq in (3, 5, 7):
             await broken.lose(seq)
-            await eventually(lambda: len(broken.asked) > 0)
-        await eventually(lambda: service.state.stats().gaps == 3)
+            await until(lambda: len(broken.asked) > 0)
+        await until(lambda: service.state.stats().gaps == 3)
         await asyncio.sleep(0.05)  # enough for a second request
         assert broken.asked == ["w1"]
         await broken.heal("w1", seq=8)
-        await eventually(lambda: the_exact(service) == {"w1"})
+        await until(lambda: the_exact(service) == {"w1"})
+
+
+async def test_who_does_not_answer_lets_others_be_asked_meanwhile(bus: MemoryBus) -> None:
+    silent = Broken(bus, [f"silent{number}" for number in range(20)], "never answers")
+    good = Broken(bus, ["good"])
+    await silent.begin()
+    await good.begin()
+    settings = msgspec.structs.replace(
+        SETTINGS,
+        inventory_timeout_seconds=60.0,
+        inventory_patience_seconds=0.01,
+        max_inventory_requests=1,
+    )
+    async with a_service(bus, settings) as service:
+        await service.wait_ready()
+        await silent.lose()
+        await until_asked(silent, 20)
+        await good.lose()
+        await until_asked(good, 1)
+        await good.heal("good")
+        await until(lambda: the_exact(service) == {"good"})
+        assert service.inventories.num_requests == 21
+        assert service.inventories.num_failed_requests == 0, "all of them are still asked"
 
 
 @pytest.mark.parametrize("way", ["is not there", "raises", "never answers", "answers"])
@@ -147,15 +170,15 @@ async def test_those_who_are_not_healed_do_not_hold_up_the_others(bus: MemoryBus
     async with a_service(bus, SOON) as service:
         await service.wait_ready()
         await bad.lose()
-        await eventually(lambda: service.inventories.num_requests >= 10)
+        await until(lambda: service.inventories.num_requests >= 10)
         await good.lose()
         healed = set[str]()
         while len(healed) < len(good.names):
-            await eventually(lambda: bool(set(good.asked) - healed))
+            await until(lambda: bool(set(good.asked) - healed))
             for name in set(good.asked) - healed:
                 await good.heal(name)
                 healed.add(name)
-        await eventually(lambda: the_exact(service) == set(good.names))
+        await until(lambda: the_exact(service) == set(good.names))
 
 
 def test_pauses_double_up_to_the_longest() -> None:
@@ -182,7 +205,7 @@ async def test_who_heals_again_and_again_is_never_given_up(bus: MemoryBus) -> No
         for number in range(1, num_losses + 1):
             seq += 2
             await publish(bus, a_batch(stored(1), seq=seq))
-            await eventually(lambda n=number: has_healed(service, n))  # type: ignore[misc]
+            await until(lambda n=number: has_healed(service, n))  # type: ignore[misc]
         assert service.state.stats().forgotten == 0
         assert service.inventories.num_requests >= num_losses
 

@@ -94,7 +94,7 @@ async def test_a_lease_is_renewed_before_it_runs_out() -> None:
     async with MemoryBroker().connect() as bus:
         changes = Collected[LeaseChange]()
         await watch_leases(bus.keys("kv_leases"), changes)
-        async with a_keeper(bus, ttl_seconds=0.06) as keeper:
+        async with a_keeper(bus, ttl_seconds=0.3) as keeper:
             await changes.count(4)
             assert keeper.is_held
         assert {change.kind for change in changes.items} == {"alive"}
@@ -103,7 +103,7 @@ async def test_a_lease_is_renewed_before_it_runs_out() -> None:
 async def test_a_newer_epoch_fences_the_older() -> None:
     fenced = Collected[Fenced]()
     async with MemoryBroker().connect() as bus:
-        old = a_keeper(bus, epoch=1, fenced=fenced, ttl_seconds=0.06)
+        old = a_keeper(bus, epoch=1, fenced=fenced, ttl_seconds=0.3)
         async with old, a_keeper(bus, epoch=2):
             (error,) = await fenced.count(1)
             assert (error.own_epoch, error.newer_epoch) == (1, 2)
@@ -122,7 +122,7 @@ async def test_an_older_epoch_cannot_enter() -> None:
 async def test_a_keeper_enters_while_the_broker_is_away_and_goes_on_trying() -> None:
     async with MemoryBroker().connect() as bus:
         bus.cut()
-        async with a_keeper(bus, ttl_seconds=0.06) as keeper:
+        async with a_keeper(bus, ttl_seconds=0.3) as keeper:
             assert not keeper.is_held
             bus.restore()
             changes = Collected[LeaseChange]()
@@ -136,7 +136,7 @@ async def test_the_newest_epoch_holds_however_many_restart_at_once() -> None:
     async with MemoryBroker().connect() as bus:
         epochs = bus.keys("kv_epochs")
         keepers = [
-            a_keeper(bus, await allocate_epoch(epochs, W1, 1), fenced=fenced, ttl_seconds=0.06)
+            a_keeper(bus, await allocate_epoch(epochs, W1, 1), fenced=fenced, ttl_seconds=0.3)
             for _ in range(5)
         ]
         entered = await asyncio.gather(

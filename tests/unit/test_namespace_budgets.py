@@ -41,6 +41,14 @@ def test_the_bucket_fills_with_time_up_to_a_burst() -> None:
     assert not budgets.take(A, 11, 1_001.0)
 
 
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    budgets = NamespaceBudgets(SETTINGS)
+    assert budgets.take(A, 100, 9.0)
+    assert budgets.take(A, 0, 2.0)
+    assert budgets.take(A, 10, 10.0)
+    assert not budgets.take(A, 1, 10.0)
+
+
 def test_no_rate_limits_nobody() -> None:
     budgets = NamespaceBudgets(NamespaceBudgetSettings(blocks_per_second=0))
     assert budgets.take(A, 10**12, 0.0)

@@ -1,7 +1,7 @@
 """Faults that others had, by number: each test is what must happen instead.
 
 docs/faults.md says which test holds which; what is about events, formats and identity is tested
-where those are (test_engine_*.py, test_edge.py, test_hashing.py).
+where those are (test_engine_*.py, test_edge*.py, test_hashing.py).
 """
 
 import random
@@ -44,8 +44,8 @@ from testkit.builders import (
     subject_of,
     up,
 )
-from testkit.bus import eventually
 from testkit.indexes import tiny_index
+from testkit.waiting import until
 
 W1, W2 = InstanceId("w1", 0), InstanceId("w2", 0)
 HUNDRED = range(1, 101)
@@ -190,7 +190,7 @@ async def test_f9_a_reader_that_starts_again_and_again_harms_no_other() -> None:
                 await publisher.publish(subject_of(batch), encode(batch))
                 async with IndexService(bus, IndexState(ReferenceIndex())) as restarting:
                     await restarting.wait_ready()
-            await eventually(lambda: steady.state.stream_sequence == 20)
+            await until(lambda: steady.state.stream_sequence == 20)
             async with IndexService(bus, IndexState(ReferenceIndex())) as last:
                 await last.wait_ready()
                 assert steady.state.state_digest() == last.state.state_digest()

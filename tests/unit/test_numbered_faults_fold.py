@@ -32,8 +32,8 @@ from testkit.builders import (
     subject_of,
     up,
 )
-from testkit.bus import eventually
 from testkit.engine_words import DESCRIPTOR, chain_of, tokens_of
+from testkit.waiting import until
 
 W1, W2 = InstanceId("w1", 0), InstanceId("w2", 0)
 HUNDRED = range(1, 101)
@@ -180,7 +180,7 @@ async def test_f11_an_index_that_is_lost_under_load_is_replaced_by_an_equal_one(
         async with steady:
             async with lost:
                 await publish(bus, *batches[:100])
-                await eventually(lambda: lost.state.stream_sequence == 100)
+                await until(lambda: lost.state.stream_sequence == 100)
                 assert lost._writer is not None
                 assert await lost._writer.look()
                 await publish(bus, *batches[100:150])
@@ -194,7 +194,7 @@ async def test_f11_an_index_that_is_lost_under_load_is_replaced_by_an_equal_one(
                 await publish(bus, *batches[200:])
                 await again.wait_ready()
                 for service in (steady, again):
-                    await eventually(lambda s=service: s.state.stream_sequence == 300)  # type: ignore[misc]
+                    await until(lambda s=service: s.state.stream_sequence == 300)  # type: ignore[misc]
                 assert again.state.state_digest() == steady.state.state_digest()
                 assert again.index.instances() == steady.index.instances()
 
@@ -213,12 +213,12 @@ async def test_f80_who_floods_or_forges_harms_itself_only() -> None:
             await publish(
                 bus, *(a_batch(stored(*range(100)), worker="w2", seq=seq) for seq in range(2, 30))
             )
-            await eventually(lambda: state.stats().throttles == 1)
+            await until(lambda: state.stats().throttles == 1)
             assert [(r.worker, r.kind, r.count) for r in state.stats().rejected] == [
                 ("w2", "spoofed", 1)
             ]
             await publish(bus, a_batch(stored(2), seq=2))
-            await eventually(lambda: lengths(state, hashes(1, 2)) == {W1: 2})
+            await until(lambda: lengths(state, hashes(1, 2)) == {W1: 2})
             view = service.index.instance(W1)
             assert view is not None
             assert (view.trust, view.epoch) == (Trust.exact, 1)

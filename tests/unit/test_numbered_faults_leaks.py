@@ -162,7 +162,7 @@ async def test_f61_what_a_pull_brought_is_known_of_the_puller() -> None:
                 for slot, block in enumerate(blocks):
                     a.pool.commit(slot, block, block * (a.pool.block_bytes // 16))
                 b.pool.offer([7, 8], b"".join(blocks))
-                await b.channel.pull(b"".join(blocks), [7, 8], [InstanceId("a", 0)], 5.0)
+                await b.channel.pull(b"".join(blocks), [7, 8], [InstanceId("a", 0)], 30.0)
                 b.hook.stored([1, 2], None, tokens_of(1, 2))  # the engine has loaded them
                 both = {(InstanceId("b", 0), tier) for tier in (Tier.hbm, Tier.dram)}
                 await until(lambda: both <= set(service.index.holders(blocks[1])))

@@ -34,8 +34,8 @@ from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, EventBatch, Resync, WorkerDown
 from kvatlas.schemas.settings import RouterSettings
 from testkit.builders import MODEL, a_batch, digests, inventory, stored, subject_of, up
-from testkit.bus import eventually
 from testkit.fleet import TurnedClock, a_prompt, a_request
+from testkit.waiting import until
 
 W1 = InstanceId("w1", 0)
 PROMPT = a_prompt(64)
@@ -105,7 +105,7 @@ async def running() -> AsyncIterator[Running]:
         running = Running(broker, bus, own)
         async with running.service:
             await running.say(a_batch(up(), stored(1), epoch=EPOCH))
-            await eventually(lambda: running.service.state.stream_sequence == 1)
+            await until(lambda: running.service.state.stream_sequence == 1)
             yield running
 
 
@@ -178,7 +178,7 @@ async def speak_for_another(at: Running) -> None:
 async def flood(at: Running) -> None:
     at.service._budgets = EventBudgets(TIGHT)
     await at.say(*(a_batch(stored(*range(99)), epoch=EPOCH, seq=seq) for seq in range(2, 20)))
-    await eventually(lambda: at.service.state.stats().throttles > 0)
+    await until(lambda: at.service.state.stats().throttles > 0)
     await at.say(a_batch(stored(3), epoch=EPOCH, seq=20))
 
 
@@ -304,7 +304,7 @@ async def test_f78_a_fault_moves_its_metric(running: Running, row: Row) -> None:
         now = running.shown()
         return all(rise(name, before, now) > 0 for name in row.metrics)
 
-    await eventually(has_moved)
+    await until(has_moved)
 
 
 def rise(name: str, before: dict[str, float], now: dict[str, float]) -> float:

@@ -20,8 +20,8 @@ from kvatlas.schemas.routing import decode_decision
 from kvatlas.schemas.settings import RouterSettings
 from testkit.builders import MODEL as LOGGED_MODEL
 from testkit.builders import a_batch, stored, subject_of, up
-from testkit.bus import eventually
 from testkit.fleet import Fleet, RouterUnderTest, a_prompt, a_request
+from testkit.waiting import until
 
 PROMPT = a_prompt(1_600)
 #: of 1,000 requests at 8 workers: the mean, and four standard deviations
@@ -156,7 +156,7 @@ async def test_f77_the_past_can_be_replayed_and_a_decision_made_again() -> None:
                     )
                     await publisher.publish(subject_of(batch), encode(batch))
                 await publisher.flush()
-                await eventually(lambda seq=seq: state.stream_sequence == 2 * seq)  # type: ignore[misc]
+                await until(lambda seq=seq: state.stream_sequence == 2 * seq)  # type: ignore[misc]
                 router.route(a_request(a_prompt(40, start=seq), LOGGED_MODEL))
             live = state.state_digest()
         replayed = await replay_stream(bus, make_index=ReferenceIndex)

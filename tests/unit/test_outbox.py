@@ -19,6 +19,7 @@ from kvatlas.schemas.kv_events import (
     WorkerUp,
 )
 from kvatlas.schemas.settings import SidecarSettings
+from kvatlas.worker_hooks.inventory import MAX_PART_BLOCKS
 from kvatlas.worker_hooks.outbox import DEFAULT_MAX_SECONDS, Outbox
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
@@ -174,6 +175,17 @@ def test_an_inventory_does_not_overflow_however_large() -> None:
     events = [event for batch in take_all(outbox) for event in batch.events]
     assert events == [UP, *[INVENTORY] * 1000, STORED]
     assert outbox.waiting_bytes == 0
+
+
+def test_an_inventory_leaves_in_batches_that_a_reader_folds_in_a_moment() -> None:
+    outbox = Outbox(InstanceId("w", 0), UP)
+    outbox.begin_epoch(5)
+    parts = [Inventory(1, n, 9, Tier.hbm, ROOT, bytes(16 * MAX_PART_BLOCKS)) for n in range(1, 10)]
+    outbox.add_inventory([UP, *parts, *[INVENTORY] * 100])
+    batches = take_all(outbox)
+    hashes = [b"".join(e.hashes for e in b.events if isinstance(e, Inventory)) for b in batches]
+    assert len(b"".join(hashes)) == 16 * (9 * MAX_PART_BLOCKS + 1000)
+    assert max(len(each) for each in hashes) <= 16 * MAX_PART_BLOCKS
 
 
 def test_a_loss_in_the_ring_is_bounded_by_the_sequence_of_its_batch() -> None:

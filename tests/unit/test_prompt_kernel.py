@@ -1,7 +1,8 @@
-"""The compiled twins of hashing and token lists against the plain ones."""
+"""The compiled twins of hashing and of lists in JSON against the plain ones."""
 
 import json
 import random
+import string
 from array import array
 
 import pytest
@@ -89,3 +90,71 @@ def test_a_list_is_read_where_it_stands() -> None:
 )
 def test_anything_else_is_left_to_others(text: str) -> None:
     assert prompt_kernel.read_token_list(text.encode()) is None
+
+
+DIGITS = [SEEDED.randbytes(16).hex() for _ in range(5)]
+
+
+@pytest.mark.parametrize("padding", range(8))
+@pytest.mark.parametrize("behind", ["", "}", ',"model":"m"}'])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_hash_lists_are_read_where_they_stand(padding: int, behind: str, count: int) -> None:
+    """Words of eight digits begin anywhere, and behind the last there may be nothing."""
+    listed = json.dumps(DIGITS[:count], separators=(",", ":"))
+    text = " " * padding + listed + behind
+    expected = bytes.fromhex("".join(DIGITS[:count])), padding + len(listed)
+    assert prompt_kernel.read_hash_list(text.encode(), padding) == expected
+
+
+@pytest.mark.parametrize("gap", [", ", ",\n    ", ",\t\r\n"])
+def test_space_may_stand_behind_a_comma(gap: str) -> None:
+    text = "[" + gap.join(f'"{each.upper()}"' for each in DIGITS) + "]"
+    expected = bytes.fromhex("".join(DIGITS)), len(text)
+    assert prompt_kernel.read_hash_list(text.encode(), 0) == expected
+
+
+@pytest.mark.parametrize("at", [*range(32), 63])
+def test_every_digit_counts_and_is_checked(at: int) -> None:
+    """Each byte at each place of a hash: a list with any that is no digit is left to others."""
+    hashes = "".join(DIGITS[:2])
+    for byte in range(256):
+        read = b"".join([hashes[:at].encode(), bytes([byte]), hashes[at + 1 :].encode()])
+        text = b'["' + read[:32] + b'","' + read[32:] + b'"]'
+        is_digit = chr(byte) in string.hexdigits
+        expected = (bytes.fromhex(read.decode()), len(text)) if is_digit else None
+        assert prompt_kernel.read_hash_list(text, 0) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "[]",
+        "[ ]",
+        '["{0}"',
+        '["{0}',
+        '["{0}",]',
+        '["{0}" ]',
+        '[ "{0}"]',
+        '["{0}" ,"{1}"]',
+        '["{0}""{1}"]',
+        '["{0}";"{1}"]',
+        '["{0}",{1}]',
+        '["{0}","{1}]',
+        '["{0}","{1}0"]',
+        '["{0}0","{1}"]',
+        '["{0}",1]',
+        '["{0}",["{1}"]]',
+        "[1]",
+    ],
+)
+def test_other_lists_of_hashes_are_left_to_others(text: str) -> None:
+    for behind in ("", "}" * 40):
+        listed = text.format(*DIGITS).encode() + behind.encode()
+        assert prompt_kernel.read_hash_list(listed, 0) is None
+
+
+def test_a_hash_that_is_cut_off_anywhere_is_left_to_others() -> None:
+    whole = json.dumps(DIGITS[:2], separators=(",", ":")).encode()
+    for size in range(len(whole)):
+        assert prompt_kernel.read_hash_list(whole[:size], 0) is None

@@ -77,7 +77,7 @@ class Fleet:
         peer = self.w1 if subject == self.w1.owner.subject else self.w2
         return await peer.server.handle(payload)
 
-    async def pull(self, *numbers: int, deadline_seconds: float = 5.0) -> PullResult:
+    async def pull(self, *numbers: int, deadline_seconds: float = 30.0) -> PullResult:
         slots = list(range(len(numbers)))
         assert self.pool.offer(slots, a_chain(*numbers))
         return await self.puller.pull(a_chain(*numbers), slots, self.owners, deadline_seconds)
@@ -152,7 +152,7 @@ async def test_many_pulls_at_a_time_share_the_window(fleet: Fleet) -> None:
         fleet.pool.offer(range(12), a_chain(*range(12)))
         results = await asyncio.gather(
             *(
-                fleet.puller.pull(a_chain(n), [n], fleet.owners, deadline_seconds=5)
+                fleet.puller.pull(a_chain(n), [n], fleet.owners, deadline_seconds=30.0)
                 for n in range(12)
             )
         )
@@ -245,7 +245,7 @@ async def test_answers_that_make_no_sense_are_a_reason(fleet: Fleet) -> None:
 
 async def test_a_frozen_source_costs_a_try_and_its_places_wait_for_it(fleet: Fleet) -> None:
     fleet.fabric.freeze(fleet.w1.agent)
-    settings = PullSettings(4, 2, 4, 4, try_ms=50, fair_ms=10)
+    settings = PullSettings(4, 2, 4, 4, try_ms=500, fair_ms=10)
     async with pulling(fleet, settings=settings):
         result = await fleet.pull(0, 1)
         assert result.held == [0, 1]

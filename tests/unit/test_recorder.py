@@ -13,8 +13,9 @@ from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog
 from kvatlas.schemas.errors import StreamRefused
 from kvatlas.schemas.routing import Decision, Question, decode_decision
 from kvatlas.schemas.settings import RouterSettings
-from testkit.bus import Collected, eventually
+from testkit.bus import Collected
 from testkit.fleet import Fleet, a_prompt, a_request
+from testkit.waiting import until
 
 SETTINGS = RouterSettings(max_unrecorded_decisions=3, max_kept_decisions=2)
 STRANGE_MODEL = "org/m@v1.2"
@@ -90,7 +91,7 @@ class StuckPublisher:
 
     async def publish(self, subject: str, payload: bytes) -> None:
         self.asked += 1
-        await eventually(lambda: False)
+        await until(lambda: False)
 
     async def flush(self) -> None:
         raise AssertionError("nothing was accepted")
@@ -100,7 +101,7 @@ async def test_a_broker_that_is_away_costs_decisions_and_no_time() -> None:
     publisher = StuckPublisher()
     async with StreamDecisionLog(publisher, SETTINGS, drain_seconds=0.01) as log:
         log.record(decisions(1)[0])
-        await eventually(lambda: publisher.asked == 1)
+        await until(lambda: publisher.asked == 1)
         for decision in decisions(5):
             log.record(decision)
         assert (log.num_waiting, log.num_dropped) == (3, 3)

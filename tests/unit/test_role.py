@@ -12,6 +12,7 @@ from kvatlas.role import stopping_with, until_stopped
 from kvatlas.router.app import create_app
 from kvatlas.router.waiting import WaitingApp
 from testkit.fleet import Fleet
+from testkit.waiting import WAIT_SECONDS
 
 
 class TestWait:
@@ -107,7 +108,7 @@ class TestStopped:
             async with until_stopped() as stopped, stopping_with(ended(), stopped):
                 await asyncio.Event().wait()
 
-        await asyncio.wait_for(starting(), 5)
+        await asyncio.wait_for(starting(), WAIT_SECONDS)
 
     async def test_once_it_is_waited_for_it_cancels_nothing(self) -> None:
         went_on = False

@@ -3,7 +3,13 @@ from pathlib import Path
 import pytest
 
 from kvatlas.schemas.errors import InvalidSetting
-from kvatlas.schemas.settings import Settings, load_settings, settings_by_key
+from kvatlas.schemas.settings import (
+    Settings,
+    environment_of,
+    load_settings,
+    settings_by_key,
+    variable_of,
+)
 
 
 def test_defaults_are_the_bare_tree() -> None:
@@ -87,6 +93,26 @@ def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
         "KVATLAS_PORT_8080_TCP_PROTO": "tcp",
     }
     assert load_settings(environment=environment) == Settings()
+
+
+def test_another_process_is_told_all_settings_whatever_it_inherits() -> None:
+    inherited = {
+        "KVATLAS_ROUTER__SEED": "5",
+        "KVATLAS_ROUTER__IS_PORT_SHARED": "true",
+        "KVATLAS_NATS__FOLDER": "/nats",
+    }
+    flags = {
+        "router.seed": "0",  # as by default
+        "router.is_port_shared": "false",
+        "router.max_failure_pause_seconds": "1e15",
+        "nats.folder": "",
+        "fleet.key": "00ff",
+        "sidecar.coalesce_seconds": "0.1",
+    }
+    settings = load_settings(environment=inherited, flags=flags.items())
+    told = environment_of(settings, *Settings.__struct_fields__)
+    assert load_settings(environment=inherited | told) == settings
+    assert told.keys() == {variable_of(key) for key in settings_by_key()}
 
 
 def test_each_key_has_an_environment_name_of_its_own() -> None:

@@ -40,8 +40,8 @@ from kvatlas.worker_hooks.exchange import BlockExchange
 from kvatlas.worker_hooks.raw_events import RawStored
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
 from testkit.fold import Fold
-from testkit.sidecars import BLOCK_BYTES, DESCRIPTOR, beside, folded, sidecar_options, until
-from testkit.waiting import until_told
+from testkit.sidecars import BLOCK_BYTES, DESCRIPTOR, beside, folded, sidecar_options
+from testkit.waiting import WAIT_SECONDS, until, until_told
 
 W = InstanceId("w", 0)
 
@@ -107,7 +107,7 @@ async def test_the_inventory_comes_on_request_and_once_for_many(tmp_path: Path) 
         one.hook.stored([1, 2], None, tokens_of(1, 2))
         await one.channel.flush()
         answers = await asyncio.gather(
-            *(bus.request(inventory_subject(W), b"", 5.0) for _ in range(3))
+            *(bus.request(inventory_subject(W), b"", 30.0) for _ in range(3))
         )
         (first_seq,) = msgspec.msgpack.decode(answers[0])
         assert set(answers) == {answers[0]}
@@ -226,7 +226,7 @@ async def test_a_newer_incarnation_stops_the_older(tmp_path: Path) -> None:
             await older.channel.flush()
             async with beside(newer_options, broker.connect()) as newer:
                 flushed = await newer.channel.flush()
-                assert await asyncio.wait_for(older.running, 10) == "fenced"
+                assert await asyncio.wait_for(older.running, WAIT_SECONDS) == "fenced"
                 assert fold.epoch == flushed.epoch
                 assert fold.down == ""
 
@@ -391,7 +391,7 @@ async def test_blocks_travel_between_two_sidecars(tmp_path: Path) -> None:
             a.pool.commit(slot, block, block * (BLOCK_BYTES // 16))
         b.pool.offer([7, 8, 9], b"".join(blocks))
         owners = [InstanceId("b", 0), InstanceId("nobody", 0), InstanceId("a", 0)]
-        ended = await b.channel.pull(b"".join(blocks), [7, 8, 9], owners, 2.0)
+        ended = await b.channel.pull(b"".join(blocks), [7, 8, 9], owners, 30.0)
         assert ended.held == (0, 1)
         assert [index for index, _ in ended.missing] == [2]
         assert ended.num_bytes == 2 * BLOCK_BYTES
@@ -419,7 +419,7 @@ async def test_blocks_asked_for_in_vain_are_removed_from_the_index(tmp_path: Pat
             requester="r",
             transports=("memory",),
         )
-        answer = await bus.request(lease_subject(W), encode_transfer(asked), 2.0)
+        answer = await bus.request(lease_subject(W), encode_transfer(asked), 30.0)
         assert isinstance(decode_transfer_answer(answer), LeaseMissing)
         flushed = await one.channel.flush()
         await until(lambda: fold.seq >= flushed.seq)
@@ -478,7 +478,7 @@ async def test_without_a_transport_pulls_and_leases_say_so(tmp_path: Path) -> No
         asked = LeaseRequest(
             fingerprint=bytes(16), hashes=bytes(16), ttl_ms=100, requester="r", transports=("x",)
         )
-        answer = await bus.request(lease_subject(W), encode_transfer(asked), 2.0)
+        answer = await bus.request(lease_subject(W), encode_transfer(asked), 30.0)
         missing = decode_transfer_answer(answer)
         assert isinstance(missing, LeaseMissing)
         assert missing.reason == "no_transport"
@@ -517,7 +517,7 @@ async def test_a_tenant_that_tells_too_much_is_muted_for_a_while_and_costs_no_ot
             transports=("memory",),
         )
         # told or not: who asks for a block that is held gets it
-        answer = await bus.request(lease_subject(W), encode_transfer(asked), 2.0)
+        answer = await bus.request(lease_subject(W), encode_transfer(asked), 30.0)
         assert isinstance(decode_transfer_answer(answer), LeaseGranted)
         flushed = await one.channel.flush()
         await until(lambda: fold.seq >= flushed.seq)

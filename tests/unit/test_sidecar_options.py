@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from kvatlas.reference_worker import WorkerOptions
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.schemas.settings import ReportingSettings, Settings, SidecarSettings
+from kvatlas.worker_hooks.bridge.options import BridgeOptions
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
 POOL: dict[str, Any] = {"num_slots": 4, "block_bytes": 64, "pool_path": "/p"}
 EVERY = tuple(Tier)
@@ -45,3 +48,12 @@ def test_what_peers_can_have(more: dict[str, Any], leasable_tiers: tuple[Tier, .
     assert info.leasable_tiers == leasable_tiers
     # who lends nothing pulls nothing: nobody's KV fits
     assert info.kv_fingerprint == (fingerprint if leasable_tiers else b"")
+
+
+def test_what_all_sidecars_are_told_alike_stands_once() -> None:
+    shared = {*ReportingSettings.__struct_fields__, "fleet_key", "wire_version"}
+    assert shared_options(Settings()).keys() == shared
+    assert shared <= set(SidecarOptions.__struct_fields__)
+    for says_anew in (SidecarSettings, SidecarOptions, BridgeOptions, WorkerOptions):
+        own = vars(says_anew)["__annotations__"].keys()
+        assert not own & ReportingSettings.__struct_fields__

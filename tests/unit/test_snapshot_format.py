@@ -72,7 +72,7 @@ def test_more_than_there_should_be_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (b'"version":1', b'"version":2', "version 2, this reader knows 1"),
+        (b'"version":2', b'"version":3', "version 3, this reader knows 2"),
         (b'"byte_order":"little"', b'"byte_order":"mixed!"', "mixed!-endian"),
         (b'"stream_sequence":7', b'"stream_sequence":x', "header"),
     ],

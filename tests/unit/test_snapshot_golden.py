@@ -25,6 +25,8 @@ LOG: tuple[EventBatch | ControlRecord, ...] = (
     a_batch(removed(3), stored(2, 9, tier=Tier.dram), seq=2),
     a_batch(up(ends_at_reuse_points=True), stored(1, 2), worker="w2", seq=5),
     a_batch(inventory(1, as_of=5, parts=2), worker="w2", seq=6),
+    a_batch(inventory(1, 2, as_of=5, part=2, parts=2), worker="w2", seq=7),
+    a_batch(inventory(7, as_of=5, parts=2, tier=Tier.dram), worker="w2", seq=8),
     a_batch(up(), stored(1), worker="w3"),
     a_control(worker="w3", kind="quarantined"),
     a_batch(up(), stored(1), worker="gone"),
@@ -68,7 +70,7 @@ def test_a_snapshot_of_this_version_is_what_it_was(request: pytest.FixtureReques
 def test_all_that_is_kept_of_an_instance_is_named_here() -> None:
     """An older snapshot would leave a new field at its default, and call that exact."""
     assert (VERSION, Instance.__struct_fields__) == (
-        1,
+        2,
         (
             "id",
             "epoch",
@@ -92,5 +94,6 @@ def test_all_that_is_kept_of_an_instance_is_named_here() -> None:
             "muted",
             "replaced",
             "divergent",
+            "staging",
         ),
     )

@@ -29,7 +29,7 @@ from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import EventBatch
 from kvatlas.schemas.settings import IndexerSettings
 from testkit.builders import a_batch, arrived, hashes, stored, subject_of, up
-from testkit.bus import eventually
+from testkit.waiting import until
 
 W1 = InstanceId("w1", 0)
 FAST = ServiceSettings(poll_seconds=0.01, lease_missing_seconds=60.0)
@@ -104,7 +104,7 @@ async def test_a_snapshot_of_the_whole_log_is_ready_at_once(bus: MemoryBus) -> N
     async with a_service(bus) as service:
         assert service.is_ready
         await publish(bus, a_batch(stored(2), seq=2))
-        await eventually(lambda: service.state.stream_sequence == 2)
+        await until(lambda: service.state.stream_sequence == 2)
         assert service.state.stats().gaps == 0
 
 
@@ -115,7 +115,7 @@ async def test_who_was_not_exact_is_not_exact(bus: MemoryBus) -> None:
         view = service.index.instance(W1)
         assert view is not None
         assert view.trust is Trust.degraded
-        await eventually(lambda: service.inventories.num_requests > 0)
+        await until(lambda: service.inventories.num_requests > 0)
 
 
 async def test_without_the_setting_nothing_is_read_or_written(bus: MemoryBus) -> None:
@@ -253,8 +253,8 @@ async def test_snapshots_come_by_themselves_and_old_ones_go(bus: MemoryBus) -> N
         for seq in range(1, 5):
             await publish(bus, a_batch(up(), stored(seq), seq=seq))
             await bus.keys(TURNS_BUCKET).delete(TURN)
-            await eventually(partial(has_written, service, seq))
-        await eventually(lambda: status_of(service).num_snapshots == 2)
+            await until(partial(has_written, service, seq))
+        await until(lambda: status_of(service).num_snapshots == 2)
     entries = await bus.objects(SNAPSHOTS_BUCKET).entries()
     assert [sequence_of(entry.name) for entry in entries] == [4, 3]
 
@@ -266,7 +266,7 @@ async def test_replicas_take_turns(bus: MemoryBus) -> None:
             await service.wait_ready()
         assert await writer_of(one).look()
         await publish(bus, a_batch(stored(2), seq=2))
-        await eventually(lambda: other.state.stream_sequence == 2)
+        await until(lambda: other.state.stream_sequence == 2)
         assert not await writer_of(other).look()
         await bus.keys(TURNS_BUCKET).delete(TURN)
         assert await writer_of(other).look()
@@ -294,10 +294,10 @@ async def test_nothing_is_taken_before_enough_has_come(bus: MemoryBus) -> None:
     few = SnapshotSettings(seconds=3600.0, messages=2)
     async with a_service(bus, few) as service:
         await publish(bus, a_batch(stored(2), seq=2))
-        await eventually(lambda: service.state.stream_sequence == 2)
+        await until(lambda: service.state.stream_sequence == 2)
         assert not await writer_of(service).look()
         await publish(bus, a_batch(stored(3), seq=3))
-        await eventually(lambda: service.state.stream_sequence == 3)
+        await until(lambda: service.state.stream_sequence == 3)
         assert await writer_of(service).look()
         status = status_of(service)
         assert status.num_written == 1
@@ -311,10 +311,10 @@ async def test_an_outage_costs_a_snapshot_and_no_more(bus: MemoryBus, broker: Me
         often = SnapshotSettings(seconds=0.05, messages=1)
         async with a_service(other, often) as service:
             other.cut()
-            await eventually(lambda: status_of(service).num_failed > 1)
+            await until(lambda: status_of(service).num_failed > 1)
             assert not service.failed.is_set()
             other.restore()
-            await eventually(partial(has_written, service, 1))
+            await until(partial(has_written, service, 1))
 
 
 async def test_the_oldest_one_near_the_beginning_of_the_log_is_told(

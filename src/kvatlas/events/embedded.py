@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 from kvatlas.schemas.errors import ServerNotStarted
 
-START_SECONDS = 10.0
+#: a machine that is busy with other things takes seconds for it
+START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.005
 PR_SET_PDEATHSIG = 1

@@ -121,17 +121,14 @@ class BatchFold:
                 case Digest() as event:
                     self._take_digest(instance, event, effects)
                 case Inventory() as event:
-                    number = instance.number
-                    try:
-                        self._residency.take_inventory(instance, event)
-                    finally:  # also where the index is full: its old number is another's soon
-                        self._fleet.version += instance.number != number
+                    self._residency.inventories.take(instance, event)
                 case AllBlocksCleared() as event:
                     self._residency.clear(instance, event)
                 case WorkerUp(info):
                     self._judge_takeover(instance, info, effects)
-                    self._residency.introduce(instance, info)
-                    self._fleet.version += 1
+                    if info != instance.info:
+                        self._residency.introduce(instance, info)
+                        self._fleet.note_change(instance.id)
                 case WorkerDown(reason):
                     self._fleet.end(instance, instance.epoch, f"down: {reason}")
                 case Resync():
@@ -167,7 +164,8 @@ class BatchFold:
         instance.changed_at = [found - 1] * NUM_TIERS
 
     def _take_digest(self, instance: Instance, told: Digest, effects: list[Effect]) -> None:
-        self._residency.interrupt(instance, told.tier)
+        self._residency.inventories.interrupt(instance, told.tier)
+        self._residency.inventories.settle(instance)
         found = self._residency.digest(instance, told.tier)
         if found == (told.count, told.xor):
             self._counters.digest_matches += 1
@@ -208,7 +206,7 @@ class BatchFold:
         if muted != instance.muted:
             self._counters.namespace_mutes += len(muted.keys() - instance.muted.keys())
             instance.muted = muted
-            self._fleet.version += 1
+            self._fleet.note_change(instance.id)
 
 
 def alike(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:

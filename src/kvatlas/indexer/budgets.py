@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from kvatlas.schemas.ids import InstanceId
+from kvatlas.token_bucket import TokenBucket
 
 #: buckets kept; whoever is left out has a full one
 MAX_BUCKETS = 65_536
@@ -38,20 +39,21 @@ class EventBudgets:
 
     def __init__(self, settings: BudgetSettings) -> None:
         self._settings = settings
-        #: instance -> bytes left, as of a broker's time in ns
-        self._buckets: dict[InstanceId, tuple[float, int]] = {}
+        #: instance -> bytes that it may say, by the broker's clock
+        self._buckets: dict[InstanceId, TokenBucket] = {}
 
     def take(self, instance: InstanceId, num_bytes: int, broker_ns: int) -> bool:
         """Take bytes out of the bucket; return whether it had as many."""
-        rate, burst = self._settings.bytes_per_second, self._settings.burst_bytes
-        if not rate:
+        settings = self._settings
+        if not settings.bytes_per_second:
             return True
-        left, as_of = self._buckets.get(instance, (burst, broker_ns))
-        left = min(burst, left + max(broker_ns - as_of, 0) * rate / 1e9) - num_bytes
-        self._buckets[instance] = max(left, 0.0), max(broker_ns, as_of)
-        if len(self._buckets) > MAX_BUCKETS:
-            del self._buckets[next(iter(self._buckets))]
-        return left >= 0
+        bucket = self._buckets.get(instance)
+        if bucket is None:
+            rate, burst = settings.bytes_per_second, settings.burst_bytes
+            bucket = self._buckets[instance] = TokenBucket.full(rate, burst, broker_ns)
+            if len(self._buckets) > MAX_BUCKETS:
+                del self._buckets[next(iter(self._buckets))]
+        return bucket.take(num_bytes, broker_ns)
 
     def due(
         self, throttled: Iterable[tuple[InstanceId, int, int, int]], broker_ns: int

@@ -26,6 +26,7 @@ from kvatlas.events.dead_letters import (
 from kvatlas.events.streams import KV_DEAD_LETTERS
 from kvatlas.indexer.stimuli import BatchArrived, PayloadRejected, Stimulus
 from kvatlas.schemas.errors import BusUnavailable, InvalidSubject, StreamRefused
+from kvatlas.token_bucket import TokenBucket
 
 #: (worker, kind) pairs that have a bucket; whoever is left out has a full one
 MAX_BUCKETS = 1024
@@ -85,28 +86,25 @@ class LetterBudget:
 
     def __init__(self, settings: DeadLetterSettings) -> None:
         self._settings = settings
-        #: (letters left, as of when in s)
-        self._all = (settings.burst, 0.0)
-        #: least recently used first
-        self._shares: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
+        self._all = TokenBucket.full(settings.letters_per_second, settings.burst, now_ns=0)
+        #: (worker, kind) -> its share; least recently used first
+        self._shares: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
 
     def take(self, worker: str, kind: str, now: float) -> bool:
         """Take one letter out of both buckets if each has one; return whether. `now` in s."""
-        settings, key = self._settings, (worker, kind)
-        whole = _filled(self._all, settings.letters_per_second, settings.burst, now)
-        rate, burst = settings.letters_per_second * settings.share, settings.burst * settings.share
-        part = _filled(self._shares.pop(key, (burst, now)), rate, burst, now)
-        is_within = whole >= 1 and part >= 1
-        self._all = whole - is_within, now
-        self._shares[key] = part - is_within, now
+        now_ns, key = round(now * 1e9), (worker, kind)
+        share = self._shares.pop(key, None) or self._full_share(now_ns)
+        self._shares[key] = share
         if len(self._shares) > MAX_BUCKETS:
             self._shares.popitem(last=False)
-        return is_within
+        if min(self._all.fill(now_ns), share.fill(now_ns)) < 1:
+            return False
+        return self._all.take(1, now_ns) and share.take(1, now_ns)
 
-
-def _filled(bucket: tuple[float, float], rate: float, burst: float, now: float) -> float:
-    left, as_of = bucket
-    return min(burst, left + max(now - as_of, 0.0) * rate)
+    def _full_share(self, now_ns: int) -> TokenBucket:
+        settings = self._settings
+        rate, burst = settings.letters_per_second * settings.share, settings.burst * settings.share
+        return TokenBucket.full(rate, burst, now_ns)
 
 
 class DeadLetterWriter:

@@ -1,5 +1,7 @@
 """All instances as the fold knows them: how their epochs begin and end, how they get into doubt."""
 
+from itertools import takewhile
+
 from msgspec import Struct
 
 from kvatlas.events.ordering import SequenceTracker, Tracked
@@ -68,6 +70,23 @@ class Fleet:
         self.counters = Counters()
         self.rejected: dict[tuple[str, str], int] = {}
         self.version = 0
+        #: known instances -> the version of their last change, the oldest first
+        self._changed_at: dict[InstanceId, int] = {}
+        #: before this version nobody can be told what has changed since
+        self._told_from = 0
+
+    def note_change(self, name: InstanceId) -> None:
+        """Note that an instance looks otherwise from now on."""
+        self.version += 1
+        self._changed_at.pop(name, None)
+        self._changed_at[name] = self.version
+
+    def changed_since(self, version: int) -> list[InstanceId] | None:
+        """Return who looks otherwise than at a version; None if that may be anybody."""
+        if version < self._told_from:
+            return None
+        newest_first = reversed(self._changed_at.items())
+        return [name for name, _ in takewhile(lambda each: each[1] > version, newest_first)]
 
     def of(self, name: InstanceId) -> Instance:
         """Return the instance, made now if it is new."""
@@ -81,7 +100,7 @@ class Fleet:
         self.residency.release(instance)
         self.gone.pop(instance.id, None)
         instance.begin(epoch)
-        self.version += 1
+        self.note_change(instance.id)
         try:
             self.residency.admit(instance)
         except IndexFull as error:
@@ -94,18 +113,18 @@ class Fleet:
             instance.begin(epoch)
         instance.end(reason)
         self.order.end(instance.id, epoch)
-        self.version += 1
+        self.note_change(instance.id)
         self.gone.pop(instance.id, None)
         self.gone[instance.id] = None
         while len(self.gone) > self._max_gone:
             oldest = next(iter(self.gone))
             del self.gone[oldest], self.instances[oldest]
+            self._changed_at.pop(oldest, None)
+            self._told_from = self.version
             self.order.forget(oldest)
 
     def empty(self, instance: Instance) -> None:
         """Give the instance a new, empty place for the rest of its epoch."""
-        for tier in list(instance.open_inventories):
-            self.residency.interrupt(instance, tier)
         instance.inventoried.clear()
         instance.unsettled = set(Tier)
         instance.changed_at = [instance.seq] * NUM_TIERS
@@ -118,7 +137,7 @@ class Fleet:
             self.residency.introduce(instance, instance.info)
         if Damage.quarantined in instance.damages:
             self.residency.exclude(instance)
-        self.version += 1
+        self.note_change(instance.id)
 
     def damage(
         self, instance: Instance, damage: Damage, detail: str, effects: list[Effect]
@@ -131,8 +150,7 @@ class Fleet:
 
     def doubt(self, instance: Instance, damage: Damage, detail: str) -> None:
         """Take all of an instance as unknown, and drop inventories that were not complete."""
-        for tier in list(instance.open_inventories):
-            self.residency.interrupt(instance, tier)
+        self.residency.inventories.drop(instance)
         instance.doubt(damage, detail)
 
     def note_index_full(self, instance: Instance, error: IndexFull) -> None:
@@ -150,7 +168,7 @@ class Fleet:
 
     def report_trust(self, instance: Instance, effects: list[Effect]) -> None:
         """Tell how far an instance may be believed from here on."""
-        self.version += 1
+        self.note_change(instance.id)
         effects.append(
             ReportTrust(instance.id, instance.epoch, instance.trust, instance.trust_reasons)
         )
@@ -214,6 +232,8 @@ class Fleet:
     def restore(self, tables: FleetTables) -> None:
         """Know what `tables` tells and nothing else; residency is restored by the caller."""
         self.version += 1
+        self._changed_at.clear()
+        self._told_from = self.version
         self.order.restore(tables.order)
         self.instances.clear()
         self.instances.update((each.id, each) for each in tables.instances)

@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
+from kvatlas.indexer.packed_digest import digest_of_packed
 from kvatlas.indexer.reader import Replaced
 from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
@@ -58,6 +59,8 @@ class OpenInventory(Struct):
     parts: int
     num_seen: int = 0
     num_bytes: int = 0
+    #: count and XOR of all so far, see TierDigest
+    digest: tuple[int, int] = (0, 0)
     runs: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
 
     def take(self, part: Inventory) -> bool:
@@ -72,12 +75,25 @@ class OpenInventory(Struct):
         self.num_seen = part.part
         if part.hashes:
             self.runs.append((part.root, part.hashes))
+            (count, xor), more = self.digest, digest_of_packed(part.hashes)
+            self.digest = count + more.count, xor ^ more.xor
         return True
 
     @property
     def is_complete(self) -> bool:
         """Whether no part is missing."""
         return self.num_seen == self.parts
+
+
+class Staging(Struct):
+    """What is told of an instance in doubt, on its way into the index; see InventoryFold."""
+
+    #: in the index; no answer shows it
+    number: int
+    #: tiers that have something under it, or may
+    begun: set[Tier] = msgspec.field(default_factory=set)
+    #: those of them that are told to the end
+    whole: dict[Tier, OpenInventory] = msgspec.field(default_factory=dict)
 
 
 class Instance(Struct):
@@ -120,6 +136,8 @@ class Instance(Struct):
     replaced: Replaced | None = None
     #: per tier whose last digest was not ours: (blocks that the instance told, blocks found here)
     divergent: dict[Tier, tuple[int, int]] = msgspec.field(default_factory=dict)
+    #: tiers of an inventory that wait to be shown together
+    staging: Staging | None = None
 
     @property
     def is_gone(self) -> bool:
@@ -146,7 +164,6 @@ class Instance(Struct):
         """Become gone until the next epoch."""
         self.trust, self.ended, self.info = Trust.gone, reason, None
         self.damages.clear()
-        self.open_inventories.clear()
         self.divergent.clear()
         self.muted.clear()
         self.wants_inventory = False

@@ -18,13 +18,26 @@ LOOK_SECONDS = 0.01
 _logger = logging.getLogger(__name__)
 
 
+class _Place:
+    """One of few places, left once: by who has it or when its time is over."""
+
+    def __init__(self, free: asyncio.Semaphore) -> None:
+        self._free, self._is_left = free, False
+
+    def leave(self) -> None:
+        if not self._is_left:
+            self._is_left = True
+            self._free.release()
+
+
 class InventoryRequests:
     """One repair at a time per instance, `max_requests` in all, with growing pauses.
 
     An answer only says that the inventory is on its way through the log. The next instance has its
     turn when that has helped, so that however many are broken at once, few inventories come
     between requests; or after the pause and no later than `timeout_seconds`, so that one which
-    does not help holds up nobody for long. Then the instance is asked again. Replicas ask each for
+    does not help holds up nobody for long, and already after `patience_seconds` without an answer,
+    which is still waited for. Then the instance is asked again. Replicas ask each for
     themselves, so the first request waits a random part of `jitter_seconds`, in which another's
     answer may arrive. Who has not healed after `give_up_after` requests is given up once, and
     asked on.
@@ -37,6 +50,7 @@ class InventoryRequests:
         *,
         jitter_seconds: float,
         timeout_seconds: float,
+        patience_seconds: float,
         retry_seconds: float,
         max_retry_seconds: float,
         max_requests: int,
@@ -45,6 +59,7 @@ class InventoryRequests:
     ) -> None:
         self._bus, self._state = bus, state
         self._jitter_seconds, self._timeout_seconds = jitter_seconds, timeout_seconds
+        self._patience_seconds = patience_seconds
         self._retry_seconds, self._max_retry_seconds = retry_seconds, max_retry_seconds
         self._give_up_after, self._on_give_up = give_up_after, on_give_up
         self._free = asyncio.Semaphore(max_requests)
@@ -78,16 +93,25 @@ class InventoryRequests:
         for number, pause in enumerate(pauses(self._retry_seconds, self._max_retry_seconds)):
             if number == self._give_up_after:
                 self._on_give_up(instance)
-            waited_seconds = 0.0
-            async with self._free:
-                if self._wants(instance) and await self._request(instance):
-                    waited_seconds = await self._until_healed(
-                        instance, min(pause, self._timeout_seconds)
-                    )
+            waited_seconds = await self._ask_once(instance, min(pause, self._timeout_seconds))
             has_healed = not self._wants(instance)
             await asyncio.sleep(pause - waited_seconds)
             if has_healed or not self._wants(instance):
                 return
+
+    async def _ask_once(self, instance: InstanceId, seconds: float) -> float:
+        """Ask when there is a place; return how long it was waited for help after the answer."""
+        await self._free.acquire()
+        place = _Place(self._free)
+        timer = asyncio.get_running_loop().call_later(self._patience_seconds, place.leave)
+        try:
+            if self._wants(instance) and await self._request(instance):
+                timer.cancel()
+                return await self._until_healed(instance, seconds)
+            return 0.0
+        finally:
+            timer.cancel()
+            place.leave()
 
     def _wants(self, instance: InstanceId) -> bool:
         return self._state.fleet.wants_inventory(instance)

@@ -84,7 +84,9 @@ class LiveIndex:
             self._serving.clear()
         found = self._serving.get(model)
         if found is None:
-            found = [self._laid_over(view) for view in self._state.serving(model)]
+            found = self._state.serving(model)
+            if self._is_catching_up or self._silent:
+                found = [self._laid_over(view) for view in found]
             if found:
                 self._serving[model] = found
         return found

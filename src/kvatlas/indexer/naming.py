@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer.index import Match, MatchColumns
+from kvatlas.indexer.kernel import put_in_lines
 from kvatlas.indexer.reader import InstanceMatch, Roll
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.fleet import Trust
@@ -57,6 +58,8 @@ class Place(NamedTuple):
     instance: InstanceId
     is_excluded: bool
     ends_at_reuse_points: bool
+    #: it stands for what its instance is telling, and shows in no answer yet
+    is_hidden: bool = False
 
 
 class NamedIndex:
@@ -71,17 +74,19 @@ class NamedIndex:
         self.excluded: frozenset[InstanceId] = frozenset()
         #: instances whose matches end at reuse points, while they have a place
         self.ending_at_points: frozenset[InstanceId] = frozenset()
+        #: numbers whose blocks count for nothing yet, each beside its instance's own
+        self.hidden: frozenset[int] = frozenset()
         #: rises whenever one of the tables changes
-        self._version = 0
+        self.version = 0
 
     def admit(self, number: int, named: Named) -> None:
         """Let a number stand for an instance."""
-        self._version += 1
+        self.version += 1
         self._by_number[number] = named
 
     def release(self, number: int | None, instance: InstanceId) -> None:
         """Forget how an instance's matches are read, and its number if it has one."""
-        self._version += 1
+        self.version += 1
         self.excluded -= {instance}
         self.ending_at_points -= {instance}
         if number is not None:
@@ -89,35 +94,67 @@ class NamedIndex:
 
     def renumber(self, number: int, to: int) -> None:
         """Let another number stand for an instance."""
-        self._version += 1
+        self.version += 1
         self._by_number[to] = self._by_number.pop(number)
+
+    def hide(self, number: int, named: Named) -> None:
+        """Let a number stand for what an instance is telling, in no answer yet."""
+        self.version += 1
+        self._by_number[number] = named
+        self.hidden |= {number}
+
+    def show(self, number: int, instead_of: int | None) -> None:
+        """Let a hidden number stand for its instance, instead of the one that it has."""
+        self.version += 1
+        self.hidden -= {number}
+        if instead_of is not None:
+            del self._by_number[instead_of]
+
+    def drop_hidden(self, number: int) -> None:
+        """Let a hidden number stand for nobody."""
+        self.version += 1
+        self.hidden -= {number}
+        del self._by_number[number]
 
     def exclude(self, instance: InstanceId) -> None:
         """Let an instance's blocks count for nothing in a match."""
-        self._version += 1
+        self.version += 1
         self.excluded |= {instance}
 
     def end_at_points(self, instance: InstanceId, ends: bool) -> None:
         """Say whether an instance's matches end at reuse points."""
-        self._version += 1
+        if ends == (instance in self.ending_at_points):
+            return
+        self.version += 1
         if ends:
             self.ending_at_points |= {instance}
         else:
             self.ending_at_points -= {instance}
 
     def replace(
-        self, by_number: Mapping[int, Named], excluded: Set[InstanceId], ending: Set[InstanceId]
+        self,
+        by_number: Mapping[int, Named],
+        excluded: Set[InstanceId],
+        ending: Set[InstanceId],
+        hidden: Iterable[int],
     ) -> None:
         """Begin anew with these tables."""
-        self._version += 1
+        self.version += 1
         self._by_number = dict(by_number)
         self.by_number = MappingProxyType(self._by_number)
         self.excluded, self.ending_at_points = frozenset(excluded), frozenset(ending)
+        self.hidden = frozenset(hidden)
 
     def places(self) -> list[Place]:
         """Return the tables in one."""
         return [
-            Place(number, each.id, each.id in self.excluded, each.id in self.ending_at_points)
+            Place(
+                number,
+                each.id,
+                each.id in self.excluded,
+                each.id in self.ending_at_points,
+                number in self.hidden,
+            )
             for number, each in self.by_number.items()
         ]
 
@@ -128,11 +165,14 @@ class NamedIndex:
             {place.number: by_name[place.instance] for place in places},
             {place.instance for place in places if place.is_excluded},
             {place.instance for place in places if place.ends_at_reuse_points},
+            [place.number for place in places if place.is_hidden],
         )
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         """Return the matches of a chain, but for excluded instances."""
         matches = self._index.match(chain)
+        if self.hidden:
+            matches = [match for match in matches if match.instance not in self.hidden]
         if not matches:
             return []
         numbers, num_blocks, by_tier = zip(*matches, strict=True)
@@ -148,31 +188,36 @@ class NamedIndex:
 
     def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
         """Return the same, a line for each instance on the roll, zeros where there is no match."""
-        if roll.placed_by is not self or roll.version != self._version:
+        if roll.placed_by is not self or roll.version != self.version:
             self._place(roll)
         if roll.has_reuse_points:
             found = {match.instance: match.by_tier for match in self.match(chain)}
             lines = [found.get(instance, _NOTHING) for instance in roll.instances]
             return np.array(lines, np.uint32).reshape(len(lines), NUM_TIERS)
         columns = self._index.match_columns(chain)
-        held = np.zeros((len(roll) + 1, NUM_TIERS), np.uint32)
-        held[roll.line_of[columns.instances]] = columns.by_tier.T
-        return held[:-1]
+        held = np.zeros((len(roll), NUM_TIERS), np.uint32)
+        if not put_in_lines(columns.instances, columns.by_tier, roll.line_of, held):
+            raise IndexError("a number that stands for nobody")
+        return held
 
     def _place(self, roll: Roll) -> None:
         """Find the numbers of a roll's instances."""
-        line_of = {instance: line for line, instance in enumerate(roll.instances)}
         nobody = len(roll)
         roll.line_of = np.full(max(self.by_number, default=-1) + 1, nobody, np.intp)
         for number, each in self.by_number.items():
-            if each.id not in self.excluded:
-                roll.line_of[number] = line_of.get(each.id, nobody)
+            if each.id not in self.excluded and number not in self.hidden:
+                roll.line_of[number] = roll.lines.get(each.id, nobody)
         roll.has_reuse_points = any(each in self.ending_at_points for each in roll.instances)
-        roll.placed_by, roll.version = self, self._version
+        roll.placed_by, roll.version = self, self.version
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         """Return who holds a block, and where."""
-        return [(self.by_number[n].id, tier) for n, tier in self._index.holders(block_hash)]
+        found = self._index.holders(block_hash)
+        return [(self.by_number[n].id, tier) for n, tier in found if n not in self.hidden]
+
+    def shown(self, numbers: Iterable[int]) -> tuple[InstanceId, ...]:
+        """Return the instances that numbers stand for, but for hidden ones."""
+        return tuple(self.by_number[n].id for n in numbers if n not in self.hidden)
 
     # --- reuse points ----------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ Words are uint64 or uint32.
 """
 
 import sys
-from binascii import unhexlify
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 
 from kvatlas.indexer.kernel.arithmetic import swapped, times
 from kvatlas.indexer.kernel.compiling import IS_COMPILED, compiled
-from kvatlas.indexer.kernel.layout import LOW_HALF, SHIFT_32, ZERO
+from kvatlas.indexer.kernel.handles import words_in
+from kvatlas.indexer.kernel.layout import BYTES, LOW_HALF, ONE, SHIFT_32, ZERO
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -57,6 +57,18 @@ TEN = np.uint64(10)
 #: more than 11 digits, so that what is cut off was too long before
 ELEVEN_DIGITS = np.uint64(2**37 - 1)
 PARENT_WORDS = 4
+#: of a hash in a list: its 32 digits, two quotes, and what ends it
+HASH_ITEM_BYTES = 35
+ITEM_BYTES = np.uint64(HASH_ITEM_BYTES)
+THREE, FOUR, SIX, SEVEN, EIGHT, SIXTEEN, SIXTY_FOUR = (
+    np.uint64(number) for number in (3, 4, 6, 7, 8, 16, 64)
+)
+#: the same byte eight times: masks, and what lifts a byte of at least `0`, `:`, `a`, `g` to 0x80
+ONES, LOW_NIBBLES, SMALL_LETTER, HIGH_BITS, UP_FROM_0, UP_FROM_COLON, UP_FROM_A, UP_FROM_G = (
+    np.uint64(0x0101_0101_0101_0101 * byte)
+    for byte in (0x01, 0x0F, 0x20, 0x80, 0x50, 0x46, 0x1F, 0x19)
+)
+EVEN_BYTES, EVEN_PAIRS = np.uint64(0x00FF_00FF_00FF_00FF), np.uint64(0x0000_FFFF_0000_FFFF)
 #: whether the kernels are worth calling: as plain Python they are slower than their judge
 IS_FAST = IS_COMPILED and sys.byteorder == "little"
 
@@ -245,6 +257,87 @@ def read_tokens(text: U8, tokens: U32) -> tuple[int, int]:
     return 0, 0
 
 
+# --- hex digits, eight at once in a word, the first of them in its lowest byte -------------
+
+
+@compiled()
+def eight_at(text: bytes, words: U64, at: Any) -> Any:
+    """Return the eight bytes that begin at a byte of the text; `words` is the same text."""
+    word, shift = at >> THREE, (at & SEVEN) << THREE
+    if word + ONE >= np.uint64(words.size):
+        eight = ZERO
+        for i in range(8):
+            eight |= np.uint64(text[at + np.uint64(i)]) << np.uint64(8 * i)
+        return eight
+    if shift == ZERO:
+        return words[word]
+    return (words[word] >> shift) | (words[word + ONE] << (SIXTY_FOUR - shift))
+
+
+@compiled()
+def digits_among(eight: Any) -> Any:
+    """Return the high bit of each byte that is a hex digit."""
+    low = eight & ~HIGH_BITS
+    small = low | SMALL_LETTER
+    is_digit = (low + UP_FROM_0) & ~(low + UP_FROM_COLON)
+    is_letter = (small + UP_FROM_A) & ~(small + UP_FROM_G)
+    return (is_digit | is_letter) & ~eight & HIGH_BITS
+
+
+@compiled()
+def four_of(eight: Any) -> Any:
+    """Return the four bytes that eight hex digits stand for."""
+    letters = (eight >> SIX) & ONES
+    values = (eight & LOW_NIBBLES) + (letters << THREE) + letters
+    pairs = ((values << FOUR) | (values >> EIGHT)) & EVEN_BYTES
+    pairs = (pairs | (pairs >> EIGHT)) & EVEN_PAIRS
+    return (pairs | (pairs >> SIXTEEN)) & LOW_HALF
+
+
+@compiled()
+def unhexed(digits: U64, parts: U32) -> Any:
+    """Fill `parts`, four bytes each, with what hex digits stand for; return whether all are such.
+
+    No branch in it, so that it goes over several words at once.
+    """
+    odd = ZERO
+    for i in range(np.uint64(parts.size)):
+        odd |= digits_among(digits[i]) ^ HIGH_BITS
+        parts[i] = np.uint32(four_of(digits[i]))
+    return odd == ZERO
+
+
+@compiled()
+def read_hashes(text: bytes, begin: int, parts: U32) -> tuple[Any, Any]:
+    """Read the JSON array of hashes that begins at a byte; return how many parts, where its `]` is.
+
+    A part is four bytes. Zero for anything but strings of 32 hex digits, and for space other than
+    behind a comma. `parts` has room for four of them per HASH_ITEM_BYTES of text.
+    """
+    words, size = words_in(text), np.uint64(len(text))
+    digits = np.empty(parts.size, np.uint64)
+    at, count = np.uint64(begin) + ONE, ZERO
+    while at + ITEM_BYTES <= size and text[at] == 34:  # "
+        at += ONE
+        for _ in range(4):
+            digits[count] = eight_at(text, words, at)
+            at += EIGHT
+            count += ONE
+        if text[at] != 34:
+            break
+        at += ONE
+        if text[at] == 93:  # ]
+            if not unhexed(digits, parts[:count]):
+                break
+            return np.int64(count), np.int64(at)
+        if text[at] != 44:  # ,
+            break
+        at += ONE
+        while at < size and text[at] in (32, 9, 10, 13):
+            at += ONE
+    return np.int64(0), np.int64(0)
+
+
 _SIGNATURES: list[tuple[Any, str]] = [
     (
         hash_blocks,
@@ -255,6 +348,7 @@ _SIGNATURES: list[tuple[Any, str]] = [
         read_tokens,
         "UniTuple(int64, 2)(Array(uint8, 1, 'C', readonly=True), uint32[::1])",
     ),
+    (read_hashes, f"UniTuple(int64, 2)({BYTES}, int64, uint32[::1])"),
 ]
 
 
@@ -285,27 +379,12 @@ def read_token_list(text: bytes, begin: int = 0) -> tuple[bytes, int] | None:
     return (tokens[:count].tobytes(), begin + end + 1) if count else None
 
 
-HASH_DIGITS = 32
-#: what stands between hashes, as everybody writes it
-_GAPS = (b'","', b'", "')
-
-
 def read_hash_list(text: bytes, begin: int) -> tuple[bytes, int] | None:
     """Return the JSON array of hashes that begins at a `[`, packed, and where it ends.
 
-    None if it is empty, or not strings of 32 hex digits and nothing else with a gap as usual.
+    None if it is empty, has anything but strings of 32 hex digits, or space other than behind a
+    comma.
     """
-    end = text.find(b"]", begin)
-    if end < 0 or text[begin + 1 : begin + 2] != b'"' or text[end - 1 : end] != b'"':
-        return None
-    for gap in _GAPS:
-        items = text[begin + 2 : end - 1] + gap
-        if len(items) % (HASH_DIGITS + len(gap)):
-            continue
-        rows = np.frombuffer(items, np.uint8).reshape(-1, HASH_DIGITS + len(gap))
-        if (rows[:, HASH_DIGITS:] == np.frombuffer(gap, np.uint8)).all():
-            try:
-                return unhexlify(rows[:, :HASH_DIGITS].tobytes()), end + 1
-            except ValueError:
-                return None
-    return None
+    parts = np.empty((len(text) - begin) // HASH_ITEM_BYTES * 4, np.uint32)
+    count, end = read_hashes(text, begin, parts)
+    return (parts[:count].tobytes(), end + 1) if count else None

@@ -132,6 +132,7 @@ class Roll:
 
     def __init__(self, instances: Iterable[InstanceId]) -> None:
         self.instances = tuple(instances)
+        self.lines = {instance: line for line, instance in enumerate(self.instances)}
         #: what filled the rest in, and as of which version of it
         self.placed_by: object = None
         self.version = -1
@@ -207,13 +208,3 @@ class IndexReader(Protocol):
         counters aside. O(instances).
         """
         ...
-
-
-def serving_views(views: Iterable[InstanceView]) -> dict[str, list[InstanceView]]:
-    """Return, for each model and adapter, the instances that serve it."""
-    serving: dict[str, list[InstanceView]] = {}
-    for view in views:
-        if view.info is not None:
-            for served in {*view.info.models, *view.info.adapters}:
-                serving.setdefault(served, []).append(view)
-    return serving

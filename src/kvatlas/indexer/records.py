@@ -47,7 +47,8 @@ class Records:
             case "quarantined":
                 self._fleet.doubt(instance, Damage.quarantined, record.reason)
                 self._fleet.residency.exclude(instance)
-                self._fleet.version += 1  # a degraded one keeps its trust, but matches no more
+                # a degraded one keeps its trust, but matches no more
+                self._fleet.note_change(instance.id)
             case "forgotten":
                 self._forget(instance)
             case "throttled":

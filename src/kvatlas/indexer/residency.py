@@ -4,23 +4,22 @@ Called by IndexState alone, which has settled epoch and sequence before. An inst
 number is one that the index had no room for: its events pass without effect.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvatlas.indexer.index import PrefixIndex, TreeNode
-from kvatlas.indexer.instances import Instance, OpenInventory
+from kvatlas.indexer.instances import Instance
+from kvatlas.indexer.inventory_fold import InventoryFold
 from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, Roll, TreeRun
 from kvatlas.indexer.snapshot import Export, Exportable, Parts, Room
 from kvatlas.schemas.digest import TierDigest
-from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Inventory
+from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 NOTHING = TierDigest()
 
@@ -40,9 +39,7 @@ class Residency:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._named = NamedIndex(index)
-        self.num_inventories = 0
-        #: sets of parts that were interrupted, out of date or too large
-        self.num_dropped_inventories = 0
+        self.inventories = InventoryFold(index, self._named)
 
     def admit(self, instance: Instance) -> None:
         """Give the instance an empty place; raises IndexFull."""
@@ -50,7 +47,8 @@ class Residency:
         self._named.admit(instance.number, instance)
 
     def release(self, instance: Instance) -> None:
-        """Forget all that the instance holds, at once."""
+        """Forget all that the instance holds and was telling, at once."""
+        self.inventories.drop(instance)
         self._named.release(instance.number, instance.id)
         if instance.number is not None:
             self._index.forget_instance(instance.number)
@@ -59,6 +57,11 @@ class Residency:
     def exclude(self, instance: Instance) -> None:
         """Let the instance's blocks count for nothing in a match, while it has a place."""
         self._named.exclude(instance.id)
+
+    @property
+    def places_version(self) -> int:
+        """Rises whenever `places` changes."""
+        return self._named.version
 
     def places(self) -> list[Place]:
         """Return whose numbers are given out."""
@@ -101,44 +104,18 @@ class Residency:
         if instance.number is not None:
             self._index.clear(instance.number, event.tier)
 
-    def take_inventory(self, instance: Instance, part: Inventory) -> None:
-        """Collect the parts of a tier; the last one replaces the tier, maybe under a new number.
-
-        A set counts only when its parts follow one another, and when nothing of the tier has
-        changed, or may have, since the sequence that it stands for.
-        """
-        tier = part.tier
-        inventory = instance.open_inventories.get(tier)
-        if part.part == 1:
-            self.interrupt(instance, tier)
-            if not instance.changed_at[tier] <= part.as_of_seq <= instance.seq:
-                self.num_dropped_inventories += 1
-                return
-            inventory = OpenInventory(part.as_of_seq, part.parts)
-            instance.open_inventories[tier] = inventory
-        if inventory is None:
-            return
-        if not inventory.take(part):
-            self.interrupt(instance, tier)
-        elif inventory.is_complete:
-            del instance.open_inventories[tier]
-            self._replace(instance, tier, inventory.runs)
-            self.num_inventories += 1
-
-    def interrupt(self, instance: Instance, tier: Tier) -> None:
-        """Drop the tier's inventory if parts of it are missing yet."""
-        if instance.open_inventories.pop(tier, None) is not None:
-            self.num_dropped_inventories += 1
-
     def audit(self) -> list[tuple[InstanceId, Tier]]:
         """Return tiers whose blocks are not those that were folded in; see PrefixIndex.audit."""
         named = self._named.by_number
         return [(named[number].id, tier) for number, tier in self._index.audit()]
 
-    def mend(self, slots: Iterable[tuple[Instance, Tier]]) -> None:
+    def mend(self, slots: Sequence[tuple[Instance, Tier]]) -> None:
         """Empty tiers that an audit has returned."""
         found = [(each.number, tier) for each, tier in slots if each.number is not None]
+        found += [(each.staging.number, tier) for each, tier in slots if each.staging is not None]
         self._index.mend(found)
+        for each, _ in slots:
+            self.inventories.drop(each)
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -182,18 +159,19 @@ class Residency:
         tables = ResidencyTables(
             excluded=set(self._named.excluded),
             ending_at_points=set(self._named.ending_at_points),
-            num_inventories=self.num_inventories,
-            num_dropped_inventories=self.num_dropped_inventories,
+            num_inventories=self.inventories.num_taken,
+            num_dropped_inventories=self.inventories.num_dropped,
         )
         return tables, self._exportable().export(room)
 
-    def restore(self, tables: ResidencyTables, parts: Parts, instances: Iterable[Instance]) -> None:
+    def restore(self, tables: ResidencyTables, parts: Parts, instances: Sequence[Instance]) -> None:
         """Hold what was exported, for instances as they were. Raises InvalidSnapshot, IndexFull."""
         self._exportable().restore(parts)
         by_number = {each.number: each for each in instances if each.number is not None}
-        self._named.replace(by_number, tables.excluded, tables.ending_at_points)
-        self.num_inventories = tables.num_inventories
-        self.num_dropped_inventories = tables.num_dropped_inventories
+        hidden = {each.staging.number: each for each in instances if each.staging is not None}
+        self._named.replace(by_number | hidden, tables.excluded, tables.ending_at_points, hidden)
+        self.inventories.num_taken = tables.num_inventories
+        self.inventories.num_dropped = tables.num_dropped_inventories
 
     def _exportable(self) -> Exportable:
         assert isinstance(self._index, Exportable)
@@ -201,55 +179,21 @@ class Residency:
 
     # --- below --------------------------------------------------------------------------------
 
-    def _replace(self, instance: Instance, tier: Tier, runs: list[tuple[bytes, bytes]]) -> None:
-        if instance.number is None:
-            self.admit(instance)
-        assert instance.number is not None
-        told = digest_of_packed(b"".join(hashes for _, hashes in runs))
-        if self._index.digest(instance.number, tier) != told:
-            self._empty(instance, instance.number, tier)
-            self._index.store_runs(instance.number, tier, runs)
-        instance.inventoried.add(tier)
-
-    def _empty(self, instance: Instance, number: int, tier: Tier) -> None:
-        """Empty a tier before it is told anew.
-
-        Where no other tier holds anything, the instance gets another number: that is O(1), while
-        to search the index for what it holds would stop every reader, once for each repair.
-        """
-        if self.digests(instance).keys() <= {tier}:
-            with suppress(IndexFull):  # of numbers
-                instance.number = self._index.add_instance()
-                self._named.renumber(number, instance.number)
-                self._index.forget_instance(number)
-                return
-        self._index.clear(number, tier)
-
     def _touch(self, instance: Instance, tier: Tier) -> None:
         """Note that the tier changes at the present sequence."""
         instance.changed_at[tier] = instance.seq
         if instance.open_inventories:
-            self.interrupt(instance, tier)
+            self.inventories.interrupt(instance, tier)
+        if instance.staging is not None:
+            self.inventories.settle(instance)
 
     def _run(self, node: TreeNode) -> TreeRun:
         return TreeRun(
             hash_key=node.hash_key,
             depth=node.depth,
             num_blocks=node.num_blocks,
-            holders=tuple(self._named.by_number[number].id for number in node.holders),
+            holders=self._named.shown(node.holders),
             num_pairs=node.num_pairs,
             num_children=node.num_children,
             children=tuple(self._run(child) for child in node.children),
         )
-
-
-def digest_of_packed(hashes: bytes) -> TierDigest:
-    """Return `digest_of` for distinct packed hashes, without an object per hash."""
-    keys = np.frombuffer(hashes, ">u8")[1::2].astype(np.uint64)
-    keys[keys == 0] = 1
-    keys ^= keys >> np.uint64(30)
-    keys *= np.uint64(0xBF58476D1CE4E5B9)
-    keys ^= keys >> np.uint64(27)
-    keys *= np.uint64(0x94D049BB133111EB)
-    keys ^= keys >> np.uint64(31)
-    return TierDigest(len(keys), int(np.bitwise_xor.reduce(keys)))

@@ -92,11 +92,13 @@ class ServiceSettings(Struct, frozen=True):
     #: a first request for an inventory waits up to this, so that replicas do not ask at once
     inventory_jitter_seconds: float = 0.2
     inventory_timeout_seconds: float = 2.0
+    #: who has not answered after this lets another one be asked meanwhile
+    inventory_patience_seconds: float = 0.25
     #: pause before asking again, doubled each time up to the maximum
     inventory_retry_seconds: float = 1.0
     inventory_max_retry_seconds: float = 30.0
     #: repairs under way at a time; more heal a broken fleet sooner and delay answers meanwhile
-    max_inventory_requests: int = 2
+    max_inventory_requests: int = 1
     #: after so many in vain, half a minute by the pauses above, what the instance is believed to
     #: hold is dropped
     max_vain_inventory_requests: int = 6
@@ -141,6 +143,7 @@ class IndexService:
             state,
             jitter_seconds=self._settings.inventory_jitter_seconds,
             timeout_seconds=self._settings.inventory_timeout_seconds,
+            patience_seconds=self._settings.inventory_patience_seconds,
             retry_seconds=self._settings.inventory_retry_seconds,
             max_retry_seconds=self._settings.inventory_max_retry_seconds,
             max_requests=self._settings.max_inventory_requests,

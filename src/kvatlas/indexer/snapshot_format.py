@@ -19,7 +19,7 @@ from kvatlas.indexer.snapshot import InvalidSnapshot, Parts
 
 MAGIC = b"KVATLAS1"
 #: of the parts; a reader refuses every other one, because arrays have no room for doubt
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
 _LENGTH_BYTES, _CHECKSUM_BYTES = 4, 16

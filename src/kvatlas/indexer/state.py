@@ -25,10 +25,10 @@ from kvatlas.indexer.reader import (
     RejectedCount,
     Roll,
     TreeRun,
-    serving_views,
 )
 from kvatlas.indexer.records import Records
 from kvatlas.indexer.residency import Residency
+from kvatlas.indexer.serving import ServingLists
 from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, bytes_of
 from kvatlas.indexer.stimuli import (
     AuditFailed,
@@ -66,9 +66,7 @@ class IndexState:
         self.fleet = Fleet(self._residency, max_gone)
         self._batches, self._records = BatchFold(self.fleet), Records(self.fleet)
         self._stream_sequence = 0
-        #: model -> answer of `serving`, made at _serving_version
-        self._serving: dict[str, list[InstanceView]] = {}
-        self._serving_version = -1
+        self._serving, self._serving_version = ServingLists(), -1
 
     # --- the fold -----------------------------------------------------------------------------
 
@@ -160,9 +158,13 @@ class IndexState:
 
     def serving(self, model: str) -> list[InstanceView]:
         if self._serving_version != self.fleet.version:
+            changed = self.fleet.changed_since(self._serving_version)
             self._serving_version = self.fleet.version
-            self._serving = serving_views(self.instances())
-        return self._serving.get(model, [])
+            if changed is None:
+                self._serving.replace(self.instances())
+            else:
+                self._serving.update((name, self.instance(name)) for name in changed)
+        return self._serving.of(model)
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
         return self._residency.tree(depth, width)
@@ -174,8 +176,8 @@ class IndexState:
             num_instances=len(self.fleet.instances) - len(self.fleet.gone),
             num_blocks=self._residency.num_blocks(),
             memory_bytes=self._residency.memory_bytes(),
-            inventories=self._residency.num_inventories,
-            dropped_inventories=self._residency.num_dropped_inventories,
+            inventories=self._residency.inventories.num_taken,
+            dropped_inventories=self._residency.inventories.num_dropped,
             rejected=tuple(RejectedCount(*key, count) for key, count in rejected),
             **msgspec.structs.asdict(self.fleet.counters),
         )
@@ -218,6 +220,15 @@ class IndexState:
         self.fleet.restore(tables)
 
     # --- what a live service asks; see service.py ----------------------------------------------
+
+    def changed_since(self, fleet_version: int) -> list[InstanceId] | None:
+        """Return who looks otherwise than at a version; None if that may be anybody."""
+        return self.fleet.changed_since(fleet_version)
+
+    @property
+    def places_version(self) -> int:
+        """Rises whenever `places` changes."""
+        return self._residency.places_version
 
     def places(self) -> list[Place]:
         """Return who has which number in the index."""

@@ -17,6 +17,7 @@ What is wrong is an InvalidRequest that names the field and never repeats tokens
 
 import re
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import parse_qsl
 
@@ -116,6 +117,7 @@ _score_json = msgspec.json.Decoder(ScoreBody)
 _score_msgpack = msgspec.msgpack.Decoder(PackedScoreBody)
 
 
+@lru_cache(maxsize=64)
 def body_form(content_type: str) -> Form:
     """Return the form that a content type names, JSON for none; raises UnsupportedContentType."""
     media_type = content_type.partition(";")[0].strip().lower()
@@ -188,6 +190,12 @@ def decode_body(
 
 
 _LISTS = re.compile(rb'"(token_ids|block_hashes)"[ \t\r\n]*:[ \t\r\n]*$')
+_READERS = {
+    "token_ids": prompt_kernel.read_token_list,
+    "block_hashes": prompt_kernel.read_hash_list,
+}
+_prompts_of = attrgetter(*ScoreBody.PROMPT_FIELDS)
+_NO_PROMPT = (None,) * len(ScoreBody.PROMPT_FIELDS)
 #: how far before a list its name is looked for
 _NAME_BYTES = 64
 
@@ -204,10 +212,8 @@ def _read_quickly(body: bytes) -> tuple[ScoreBody, str, bytes] | None:
     if name is None:
         return None
     field = name[1].decode()
-    if field in HASH_FIELDS:
-        read = prompt_kernel.read_hash_list(body, begin)
-    else:
-        read = prompt_kernel.read_token_list(body, begin) if prompt_kernel.IS_FAST else None
+    read_list = _READERS[field]
+    read = read_list(body, begin) if prompt_kernel.IS_FAST else None
     if read is None:
         return None
     packed, end = read
@@ -215,9 +221,7 @@ def _read_quickly(body: bytes) -> tuple[ScoreBody, str, bytes] | None:
         parsed = _score_json.decode(body[:begin] + b"null" + body[end:])
     except (msgspec.DecodeError, RecursionError):
         return None
-    if any(getattr(parsed, name) is not None for name in ScoreBody.PROMPT_FIELDS):
-        return None
-    return parsed, field, packed
+    return (parsed, field, packed) if _prompts_of(parsed) == _NO_PROMPT else None
 
 
 def _prompt(parsed: ScoreBody | PackedScoreBody) -> tuple[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import prompt_kernel
-from kvatlas.indexer.reader import IndexReader
+from kvatlas.indexer.reader import IndexReader, InstanceView
 from kvatlas.router import price_kernel as k
 from kvatlas.router.lineup import GroupKey, Lineup, line_up, recorded_groups
 from kvatlas.router.loads import Loads
@@ -45,6 +45,14 @@ class Gathered(NamedTuple):
     chains: tuple[bytes, ...]
 
 
+class _Known(NamedTuple):
+    """A lineup, the fleet's version that it is of, and those that it was made from."""
+
+    version: int
+    serving: list[InstanceView]
+    lineup: Lineup
+
+
 class _NumHeld(Mapping[InstanceId, int]):
     """Blocks held by name, looked up where they stand."""
 
@@ -70,7 +78,7 @@ class Candidates:
         self._index, self._loads, self._overlay = index, loads, overlay
         self._fleet_key = fleet_key
         self._fleet_version = -1
-        self._lineups: dict[tuple[str, str | None], Lineup] = {}
+        self._lineups: dict[tuple[str, str | None], _Known] = {}
         #: without a salt only, so that no salt outlives its request
         self._hashers: OrderedDict[GroupKey, BlockHasher] = OrderedDict()
 
@@ -154,14 +162,19 @@ class Candidates:
         return held
 
     def _lineup(self, model: str, lora: str | None) -> Lineup:
-        if self._fleet_version != self._index.fleet_version:
-            self._fleet_version = self._index.fleet_version
-            self._lineups.clear()
-        lineup = self._lineups.get((model, lora))
+        version = self._index.fleet_version
+        self._fleet_version = version
+        known = self._lineups.get((model, lora))
+        if known is not None and known.version == version:
+            return known.lineup
+        serving = self._index.serving(model)
+        lineup = known and known.lineup.revised(known.serving, serving)
         if lineup is None:
-            if len(self._lineups) >= MAX_CACHED_MODELS:
-                self._lineups.clear()
-            lineup = self._lineups[model, lora] = line_up(self._index.serving(model), model, lora)
+            self._lineups.pop((model, lora), None)
+            lineup = line_up(serving, model, lora)
+        if len(self._lineups) >= MAX_CACHED_MODELS:
+            self._lineups.clear()
+        self._lineups[model, lora] = _Known(version, serving, lineup)
         return lineup
 
     def _chain(self, key: GroupKey, request: ScoreRequest) -> bytes:

@@ -33,9 +33,16 @@ _NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade", b"connectio
 #: but this one says what holds anyway
 _KEEP_ALIVE = (b"connection", b"keep-alive")
 _SALT_HEADER = SALT_HEADER.encode()
+#: headers that are looked at
+_READ = _NOT_PLAIN | {b"content-length", b"content-type", _SALT_HEADER}
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
+_HEADER = b"%b: %b\r\n"
+#: what stands before the body of an answer that is no problem
+_OK_HEAD = (
+    _STATUS_LINES[HTTPStatus.OK] + b"%bcontent-type: application/json\r\ncontent-length: %d\r\n"
+)
 
 
 class _Pending(NamedTuple):
@@ -66,7 +73,9 @@ class HotProtocol(asyncio.Protocol):
     ) -> None:
         self._config, self._server, self._app_state = config, server_state, app_state
         self._loop = _loop or asyncio.get_running_loop()
-        self._received = bytearray()
+        #: what is not answered yet; as it came where that is one piece, which most requests are
+        self._received: bytes | bytearray = b""
+        self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = [], b""
         self._pending: _Pending | None = None
         self._is_paused = self._is_ending = False
         self._idle_seconds = max(config.timeout_keep_alive, 1)
@@ -85,7 +94,12 @@ class HotProtocol(asyncio.Protocol):
         self._leave()
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
+        if not self._received:
+            self._received = data
+        else:
+            if isinstance(self._received, bytes):
+                self._received = bytearray(self._received)
+            self._received += data
         self._work()
 
     def pause_writing(self) -> None:
@@ -122,9 +136,16 @@ class HotProtocol(asyncio.Protocol):
                 self._loop.call_soon(self._work)
 
     def _answer(self, pending: _Pending) -> None:
-        with memoryview(self._received) as received:
-            body = bytes(received[pending.body_at : pending.end])
-        del self._received[: pending.end]
+        received = self._received
+        with memoryview(received) as view:
+            body = bytes(view[pending.body_at : pending.end])
+        if len(received) == pending.end:
+            self._received = b""
+        else:
+            # many may have come in one piece: to cut one off has to cost no copy of the others
+            rest = received if isinstance(received, bytearray) else bytearray(received)
+            del rest[: pending.end]
+            self._received = rest
         self._pending = None
         self._since = self._loop.time()
         self._server.total_requests += 1
@@ -133,13 +154,24 @@ class HotProtocol(asyncio.Protocol):
             self._transport.close()
 
     def _send(self, answer: bytes | Problem) -> None:
+        ending = b"connection: close\r\n\r\n" if self._is_ending else b"\r\n"
+        if isinstance(answer, bytes):
+            head = _OK_HEAD % (self._default_lines(), len(answer))
+            self._transport.write(b"".join((head, ending, answer)))
+            return
         status, headers, body = parts_of(answer)
-        lines = [_STATUS_LINES[status]]
-        for name, value in (*self._server.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
-        if self._is_ending:
-            lines.append(b"connection: close\r\n")
-        self._transport.write(b"".join([*lines, b"\r\n", body]))
+        lines = [_STATUS_LINES[status], self._default_lines()]
+        for header in headers:
+            lines.append(_HEADER % header)
+        self._transport.write(b"".join((*lines, ending, body)))
+
+    def _default_lines(self) -> bytes:
+        """Return the headers of every answer; uvicorn makes the list anew once a second."""
+        headers = self._server.default_headers
+        if headers is not self._defaults[0]:
+            lines = b"".join(_HEADER % header for header in headers)
+            self._defaults = headers, lines
+        return self._defaults[1]
 
     def _read_head(self) -> _Pending | None:
         """Return the request that has begun; None if it is not plain, or not for us."""
@@ -148,25 +180,30 @@ class HotProtocol(asyncio.Protocol):
             return None
         path = head[1].decode("ascii")
         template = self.routes.template(path)
-        fields = [line.partition(b":") for line in head[3].split(b"\r\n")[:-1]]
-        headers = [(name.lower(), value.strip(b" \t")) for name, _, value in fields]
-        odd = [
-            name
-            for name, value in headers
-            if name in _NOT_PLAIN and (name, value.lower()) != _KEEP_ALIVE
-        ]
-        lengths = [value for name, value in headers if name == b"content-length"]
-        if template is None or len(lengths) != 1 or not lengths[0].isdigit():
+        if template is None:
             return None
-        if odd or len(lengths[0]) > 18:
+        content_type, lengths, salts = b"", [], []
+        for line in head[3].split(b"\r\n"):
+            name, _, value = line.partition(b":")
+            name = name.lower()
+            if name not in _READ:
+                continue
+            value = value.strip(b" \t")
+            if name == b"content-length":
+                lengths.append(value)
+            elif name == b"content-type":
+                content_type = value
+            elif name == _SALT_HEADER:
+                salts.append(value)
+            elif (name, value.lower()) != _KEEP_ALIVE:
+                return None
+        if len(lengths) != 1 or not lengths[0].isdigit() or len(lengths[0]) > 18:
             return None
         num_bytes = int(lengths[0])
         if num_bytes > self.routes.max_body_bytes(template):
             return None
-        types = [value for name, value in headers if name == b"content-type"]
-        content_type = types[-1].decode("latin-1") if types else ""
-        salts = tuple(value for name, value in headers if name == _SALT_HEADER)
-        asked = Asked(template, path, head[2] or b"", content_type, salts)
+        query, kind = head[2] or b"", content_type.decode("latin-1")
+        asked = Asked(template, path, query, kind, tuple(salts))
         return _Pending(asked, head.end(), head.end() + num_bytes)
 
     def _hand_over(self) -> None:
@@ -181,7 +218,7 @@ class HotProtocol(asyncio.Protocol):
         )
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
-        received, self._received = bytes(self._received), bytearray()
+        received, self._received = bytes(self._received), b""
         protocol.data_received(received)
 
     # --- time -------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from kvatlas.schemas.routing import ChainGroup
 
 #: parts of a lineup that are kept, such as those without who failed lately
 MAX_PARTS = 16
+#: columns that stand while the same instances describe themselves alike
+_LASTING = frozenset(["num_classes", "rolls", "line_of", "lots", "leasable", "lends_everything"])
 _BETTER_THAN_DEGRADED = (Trust.exact, Trust.catching_up)
 
 
@@ -85,6 +87,12 @@ class Lineup:
             for view, info, group, kv_class in each
         )
 
+    @cached_property
+    def shown(self) -> tuple[tuple[str, int, str, Trust, int], ...]:
+        """What answers say of each: worker, rank, its address, trust, and the tokens of a block."""
+        each = zip(self.seats, self.infos, strict=True)
+        return tuple((s.worker, s.rank, info.base_url, s.trust, s.block_tokens) for s, info in each)
+
     def _trust(self, view: InstanceView) -> Trust:
         is_muted = view.instance in self.mutes and view.trust in _BETTER_THAN_DEGRADED
         return Trust.degraded if is_muted else view.trust
@@ -135,6 +143,47 @@ class Lineup:
     def lends_everything(self) -> bool:
         """Whether everybody lends all tiers."""
         return all(len(tiers) == NUM_TIERS for tiers in self.leasable)
+
+    # --- as the fleet changes --------------------------------------------------------------------
+
+    def revised(
+        self, before: Sequence[InstanceView], now: Sequence[InstanceView]
+    ) -> "Lineup | None":
+        """Return the lineup for those that serve now, made from this one for those before.
+
+        Only what hangs on trust, epoch and mutes is made anew, and only for whom it has changed.
+        None where that is not enough: somebody has come, gone, or describes itself otherwise.
+        """
+        if len(before) != len(now):
+            return None
+        changed: dict[int, InstanceView] = {}
+        for was, view in zip(before, now, strict=True):
+            if view is was:
+                continue
+            if view.instance != was.instance or view.info != was.info:
+                return None
+            line = self.line_of.get(view.instance)
+            if line is not None and _look(view) != _look(self.views[line]):
+                changed[line] = view
+        return self._with(changed) if changed else self
+
+    def _with(self, changed: Mapping[int, InstanceView]) -> "Lineup":
+        views = list(self.views)
+        for line, view in changed.items():
+            views[line] = view
+        made = Lineup(views, self.infos, self.groups, self.group_of, self.kv_class_of)
+        seats, traits = list(self.seats), self.traits.copy()
+        for line, view in changed.items():
+            seats[line] = seats[line]._replace(trust=view.trust)
+            traits[line, k.TRUST] = _trust_number(view.trust)
+        traits.flags.writeable = False
+        # where cached properties keep what they have found
+        found = vars(made)
+        found |= {name: kept for name, kept in vars(self).items() if name in _LASTING}
+        found |= {"seats": tuple(seats), "traits": traits}
+        if all(view.epoch == self.views[line].epoch for line, view in changed.items()):
+            found["loads"] = self.loads
+        return made
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -203,6 +252,11 @@ class Lineup:
             self._parts.clear()
         self._parts[key] = part
         return part
+
+
+def _look(view: InstanceView) -> tuple[int, Trust, Mapping[bytes, str]]:
+    """Return what of a view a lineup depends on, beside its name and description."""
+    return view.epoch, view.trust, view.muted
 
 
 def lot(worker: str, rank: int) -> bytes:

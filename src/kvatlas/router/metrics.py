@@ -38,6 +38,8 @@ class RouterMetrics:
         self.http_requests = Counter(
             "kv_http_requests", "HTTP answers", ["route", "status"], registry=registry
         )
+        #: those of its labels seen so far: to look one up there costs as much as a match
+        self._answers: dict[tuple[str, int], Counter] = {}
         self.decision_seconds = Histogram(
             "kv_decision_seconds",
             "Time from a parsed request to its answer",
@@ -84,7 +86,10 @@ class RouterMetrics:
 
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP answer; `route` is a template, so that labels stay few."""
-        self.http_requests.labels(route, str(status)).inc()
+        counter = self._answers.get((route, status))
+        if counter is None:
+            counter = self._answers[route, status] = self.http_requests.labels(route, str(status))
+        counter.inc()
 
 
 class MeteredRouter:

@@ -250,6 +250,29 @@ def price(
 # --- the cheapest few ---------------------------------------------------------------------
 
 
+@compiled(f"int64({_LINES}, int64, int64[::1])")
+def lightest_alike(slate: F64, cheapest: int, lines: I64) -> Any:
+    """Fill `lines` with those that cost as much as a line and have the least load; return how many.
+
+    `lines` has room for all that cost as much.
+    """
+    cost, queued, in_flight = slate[cheapest, COST], 0.0, 0.0
+    count = 0
+    for line in range(slate.shape[0]):
+        if slate[line, COST] != cost:
+            continue
+        line_queued, line_in_flight = slate[line, QUEUED], slate[line, IN_FLIGHT]
+        if count > 0 and line_queued == queued and line_in_flight == in_flight:
+            lines[count] = line
+            count += 1
+            continue
+        is_lighter = line_queued < queued or (line_queued == queued and line_in_flight < in_flight)
+        if count == 0 or is_lighter:
+            queued, in_flight = line_queued, line_in_flight
+            lines[0], count = line, 1
+    return count
+
+
 @compiled(f"int64({_LINES}, int64[::1])")
 def cheapest_few(slate: F64, lines: I64) -> Any:
     """Fill `lines` with those of the lowest costs, equal ones in order; return how many."""

@@ -1,44 +1,62 @@
 """What answers and decisions show of a candidate: one line of a slate, in words."""
 
-from collections.abc import Sequence
+from struct import Struct
 
 from kvatlas.router import price_kernel as k
-from kvatlas.router.pricing import TERMS
 from kvatlas.router.slate import Slate
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.routing import CandidateScore
 
 _TIER_NAMES = tuple(tier.name for tier in Tier)
+_BEST_TIER = _TIER_NAMES[0]
+#: what is shown of a line: held, predicted, queued; cost, terms, the pull's time, the match
+_asked = Struct("6d 8x d").unpack_from
+_price = Struct("8d 16x 2d").unpack_from
 
 
-def scores_of(slate: Slate, lines: Sequence[int]) -> tuple[CandidateScore, ...]:
+def scores_of(slate: Slate, lines: list[int]) -> tuple[CandidateScore, ...]:
     """Return the scores of some candidates, in this order."""
-    numbers = slate.lines[list(lines)].tolist()
-    return tuple([_score(slate, at, each) for at, each in zip(lines, numbers, strict=True)])
-
-
-def _score(slate: Slate, line: int, numbers: list[float]) -> CandidateScore:
-    lineup = slate.lineup
-    seat = lineup.seats[line]
-    terms = numbers[k.TERMS : k.REUSE]
-    _, tier_load, predicted, trust, _, compute, _ = terms
-    by_tier: dict[str, int] = {}
-    match_tokens = int(numbers[k.MATCH]) * seat.block_tokens
-    if match_tokens:
-        for name, num_blocks in zip(_TIER_NAMES, numbers[: k.PREDICTED], strict=True):
-            if num_blocks:
-                by_tier[name] = int(num_blocks) * seat.block_tokens
-    return CandidateScore(
-        seat.worker,
-        seat.rank,
-        lineup.infos[line].base_url,
-        seat.trust,
-        match_tokens,
-        by_tier,
-        numbers[k.COST],
-        dict(zip(TERMS, terms, strict=True)),
-        int(numbers[k.PREDICTED]) * seat.block_tokens,
-        # expected: the terms that only steer are left out, and what they replace put in
-        numbers[k.QUEUED] + tier_load + predicted + trust + numbers[k.PULL_MS] + compute,
-        lineup.mutes.get(lineup.views[line].instance, "") if lineup.mutes else "",
-    )
+    lineup, scores = slate.lineup, []
+    shown, mutes = lineup.shown, lineup.mutes
+    cells, (row_bytes, cell_bytes) = slate.lines.data, slate.lines.strides
+    price_at = k.COST * cell_bytes
+    for line in lines:
+        at = line * row_bytes
+        hbm, dram, ssd, remote, other, waiting, queued = _asked(cells, at)
+        cost, wait, tier_load, predicted, trust, pull, compute, balance, pull_ms, blocks = _price(
+            cells, at + price_at
+        )
+        worker, rank, base_url, worker_trust, block_tokens = shown[line]
+        match_tokens = int(blocks) * block_tokens
+        by_tier: dict[str, int] = {}
+        if hbm == blocks > 0:
+            by_tier[_BEST_TIER] = match_tokens
+        elif blocks:
+            for name, num_blocks in zip(_TIER_NAMES, (hbm, dram, ssd, remote, other), strict=True):
+                if num_blocks:
+                    by_tier[name] = int(num_blocks) * block_tokens
+        terms = {
+            "wait": wait,
+            "tier_load": tier_load,
+            "predicted": predicted,
+            "trust": trust,
+            "pull": pull,
+            "compute": compute,
+            "balance": balance,
+        }
+        score = CandidateScore(
+            worker,
+            rank,
+            base_url,
+            worker_trust,
+            match_tokens,
+            by_tier,
+            cost,
+            terms,
+            int(waiting) * block_tokens if waiting else 0,
+            # expected: the terms that only steer are left out, and what they replace put in
+            queued + tier_load + predicted + trust + pull_ms + compute,
+            mutes.get(slate.instance(line), "") if mutes else "",
+        )
+        scores.append(score)
+    return tuple(scores)

@@ -141,6 +141,17 @@ class Slate:
         lines = np.flatnonzero(may_lend)
         return dict(zip(lines.tolist(), blocks[lines].astype(np.int64).tolist(), strict=True))
 
+    def lightest_alike(self, cheapest: int, num_alike: int) -> int:
+        """Return the line with the least load of those that cost as much as a line.
+
+        `num_alike` is how many those are.
+        """
+        if not IS_COMPILED:
+            costs = self.lines[:, k.COST]
+            return self.lightest(np.flatnonzero(costs == costs[cheapest]))
+        lines = np.empty(num_alike, np.int64)
+        return self._drawn(lines[: k.lightest_alike(self.lines, cheapest, lines)])
+
     def lightest(self, lines: Iterable[int]) -> int:
         found = np.fromiter(lines, np.intp)
         for column in (k.QUEUED, k.IN_FLIGHT):
@@ -166,7 +177,8 @@ class Slate:
         if len(found) == 1:
             return found[0]
         lots, seed, draw = self.lineup.lots, self.seed, xxhash.xxh3_64_intdigest
-        return min(found, key=lambda line: draw(lots[line], seed))
+        draws = [draw(lots[line], seed) for line in found]
+        return found[draws.index(min(draws))]
 
 
 def numbers_of(settings: RouterSettings) -> k.F64:

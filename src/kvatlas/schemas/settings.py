@@ -31,6 +31,7 @@ Seconds = Annotated[float, Meta(ge=0.05, le=86_400)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
+WireVersion = Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)]
 
 
 class NatsSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +72,7 @@ class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$")] = ""
     #: minor of the wire that workers write. The newest tells most; while readers of an older
     #: release run, theirs: they skip what they do not know, and may call too much exact (ADR-0012)
-    wire_version: Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
+    wire_version: WireVersion = WIRE_VERSION
 
     @property
     def key_bytes(self) -> bytes:
@@ -165,19 +166,18 @@ class ArchiveSettings(Struct, frozen=True, forbid_unknown_fields=True):
     url: str = ""
 
 
-class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """What runs beside an engine."""
+class ReportingSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How an instance is reported, by a sidecar or by a bridge, whatever starts it.
+
+    A field added here is a setting of the section `sidecar` and an option of every sidecar; only
+    what makes use of it has to name it.
+    """
 
     #: a worker that is silent for this long is forgotten; short forgets slow ones
     lease_ttl_seconds: Seconds = 15.0
     #: how often digests are published for the index to compare; seldom shows divergence late, and
     #: above the index's patience (15 s) a quiet worker looks `stale`
     digest_seconds: Seconds = 2.0
-    #: how blocks travel: `nixl`, or `none`, with which nothing is pulled or served
-    transport: Annotated[str, Meta(pattern="^(nixl|none)$")] = "nixl"
-    #: how long a pull may take before the engine computes instead; long makes a request wait for a
-    #: peer that is slower than computing, short gives up pulls that would have paid
-    pull_deadline_seconds: Positive = 2.0
     #: events that wait for the broker; more become one resync, and the whole inventory is sent
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024**2
     #: and none of them for longer; an inventory says the same in less than a long story. Less than
@@ -193,6 +193,16 @@ class SidecarSettings(Struct, frozen=True, forbid_unknown_fields=True):
     namespace_blocks_per_second: NotNegative = 50_000.0
     #: and at once; below what the engine holds, its listing after a loss mutes who holds much
     namespace_burst_blocks: Positive = 1_000_000.0
+
+
+class SidecarSettings(ReportingSettings, frozen=True, forbid_unknown_fields=True):
+    """What runs beside an engine."""
+
+    #: how blocks travel: `nixl`, or `none`, with which nothing is pulled or served
+    transport: Annotated[str, Meta(pattern="^(nixl|none)$")] = "nixl"
+    #: how long a pull may take before the engine computes instead; long makes a request wait for a
+    #: peer that is slower than computing, short gives up pulls that would have paid
+    pull_deadline_seconds: Positive = 2.0
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,6 +263,18 @@ def variable_of(key: str) -> str:
     """Return the environment variable of a setting."""
     section, _, name = key.partition(".")
     return f"{ENVIRONMENT_PREFIX}{section}{ENVIRONMENT_SEPARATOR}{name}".upper()
+
+
+def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
+    """Return the variables that give another process these sections, defaults included.
+
+    What that process inherits may say otherwise, and a command line would show the fleet's key.
+    """
+    return {
+        variable_of(f"{section}.{name}"): str(value)
+        for section in sections
+        for name, value in msgspec.structs.asdict(getattr(settings, section)).items()
+    }
 
 
 def settings_by_key() -> dict[str, Any]:

@@ -9,34 +9,32 @@ seconds of one monotonic clock.
 
 from msgspec import Struct
 
+from kvatlas.schemas.settings import ReportingSettings
+from kvatlas.token_bucket import TokenBucket
+
 #: buckets kept; whoever is left out has a full one
 MAX_BUCKETS = 16_384
 #: namespaces muted at a time; more are left to the instance's own budget (indexer/budgets.py)
 MAX_MUTED = 1024
 
+_DEFAULTS = ReportingSettings()
+
 
 class NamespaceBudgetSettings(Struct, frozen=True):
-    """An engine at 20,000 tokens/s stores about 1,250 blocks/s and removes as many.
+    """An engine at 20,000 tokens/s stores about 1,250 blocks/s and removes as many."""
 
-    A rate below what a tenant needs mutes an honest one: nobody knows what more is held of it, and
-    its answers are `degraded` meanwhile.
-    """
-
-    #: stored and removed; 0 limits nobody
-    blocks_per_second: float = 50_000.0
-    #: what may be told at once; below what an engine holds, its listing after a loss mutes it
-    burst_blocks: float = 1_000_000.0
+    #: see ReportingSettings
+    blocks_per_second: float = _DEFAULTS.namespace_blocks_per_second
+    burst_blocks: float = _DEFAULTS.namespace_burst_blocks
     #: how long the first mute lasts
     mute_seconds: float = 1.0
     #: doubled each time up to this; without a mute for so long, it begins anew
     max_mute_seconds: float = 300.0
 
 
-class _Bucket(Struct):
-    """What may still be told of a namespace, and how often it was more than that."""
+class _Bucket(TokenBucket, gc=False):
+    """The blocks that may still be told of a namespace, and how often it was more than that."""
 
-    blocks_left: float
-    as_of: float
     num_mutes: int = 0
     mute_ended: float = 0.0
 
@@ -64,13 +62,10 @@ class NamespaceBudgets:
         settings = self.settings
         if not settings.blocks_per_second or root in self._muted:
             return True
-        bucket = self._buckets.pop(root, None) or _Bucket(settings.burst_blocks, now)
+        rate, burst, now_ns = settings.blocks_per_second, settings.burst_blocks, round(now * 1e9)
+        bucket = self._buckets.pop(root, None) or _Bucket.full(rate, burst, now_ns)
         self._buckets[root] = bucket  # the most recently used
-        waited = max(now - bucket.as_of, 0.0)
-        filled = bucket.blocks_left + waited * settings.blocks_per_second
-        left = min(filled, settings.burst_blocks) - num_blocks
-        bucket.blocks_left, bucket.as_of = max(left, 0.0), max(now, bucket.as_of)
-        is_over = left < 0 and len(self._muted) < MAX_MUTED
+        is_over = not bucket.take(num_blocks, now_ns) and len(self._muted) < MAX_MUTED
         if is_over:
             self._mute(root, bucket, now)
         if len(self._buckets) > MAX_BUCKETS:

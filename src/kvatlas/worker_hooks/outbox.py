@@ -23,12 +23,16 @@ from kvatlas.schemas.kv_events import (
     WorkerDown,
     WorkerUp,
 )
+from kvatlas.schemas.settings import ReportingSettings
 
-DEFAULT_MAX_BYTES = 64 * 1024 * 1024
-DEFAULT_MAX_SECONDS = 300.0
+_DEFAULTS = ReportingSettings()
+DEFAULT_MAX_BYTES = _DEFAULTS.max_outbox_bytes
+DEFAULT_MAX_SECONDS = _DEFAULTS.max_outbox_seconds
 # What these cost and save: the delays and rates of tests/bench/ingest.py.
-COALESCE_BYTES = 64 * 1024
-COALESCE_SECONDS = 0.002
+COALESCE_BYTES = _DEFAULTS.coalesce_bytes
+COALESCE_SECONDS = _DEFAULTS.coalesce_seconds
+#: of an inventory, which comes at once however long: a reader answers requests between batches
+INVENTORY_BATCH_BYTES = 8 * 1024
 _FIXED_BYTES = 64
 
 
@@ -156,6 +160,8 @@ class Outbox:
         before, counted = self.seal(), self._sealed_bytes
         for event in events:
             self._append(event)
+            if self._open_bytes >= INVENTORY_BATCH_BYTES:
+                self.seal()
         self.seal()
         free = (w if w.seq <= before else w._replace(num_bytes=0) for w in self._sealed)
         self._sealed, self._sealed_bytes = deque(free), counted

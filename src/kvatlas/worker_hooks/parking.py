@@ -11,7 +11,8 @@ _FIXED_BYTES = 200
 class Parking:
     """Holds stores until their parent comes, at most `max_bytes` of them; the oldest leave first.
 
-    Which of their blocks are held still is not known here: `Edge` keeps that from the first moment.
+    Which of their blocks are held still is not known here: `HeldBlocks` keeps that from the first
+    moment.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -5,7 +5,7 @@
     run          2    0    0    1    2    2      cut at the window; from the beginning on it is full
     reuse point  *                   *    *      reuse may end there, the rest is computed
 
-Pure bookkeeping over the engine's own hashes; `Edge` says what changed.
+Pure bookkeeping over the engine's own hashes; `UsableBlocks` tells what changed.
 """
 
 from kvatlas.worker_hooks.raw_events import EngineHash

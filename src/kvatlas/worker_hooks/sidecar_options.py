@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, field
 
 from kvatlas import __version__
 from kvatlas.events.subjects import lease_subject
@@ -17,8 +17,8 @@ from kvatlas.schemas.fleet import (
     host_and_port,
 )
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import OLDEST_WIRE_VERSION, WIRE_VERSION
-from kvatlas.schemas.settings import Settings
+from kvatlas.schemas.kv_events import WIRE_VERSION
+from kvatlas.schemas.settings import ReportingSettings, Settings, WireVersion
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 
 #: of the operating system
@@ -27,39 +27,8 @@ MAX_SOCKET_PATH_BYTES = 103
 Seconds = Annotated[float, Meta(gt=0)]
 
 
-class SharedOptions(TypedDict):
-    """What sidecars and bridges, whatever starts them, are told alike: see `Settings`."""
-
-    fleet_key: bytes
-    lease_ttl_seconds: float
-    digest_seconds: float
-    max_outbox_bytes: int
-    max_outbox_seconds: float
-    coalesce_seconds: float
-    coalesce_bytes: int
-    namespace_blocks_per_second: float
-    namespace_burst_blocks: float
-    wire_version: int
-
-
-def shared_options(settings: Settings) -> SharedOptions:
-    """Return what the settings of this process say, as options of a sidecar or a bridge."""
-    return SharedOptions(
-        fleet_key=settings.fleet.key_bytes,
-        lease_ttl_seconds=settings.sidecar.lease_ttl_seconds,
-        digest_seconds=settings.sidecar.digest_seconds,
-        max_outbox_bytes=settings.sidecar.max_outbox_bytes,
-        max_outbox_seconds=settings.sidecar.max_outbox_seconds,
-        coalesce_seconds=settings.sidecar.coalesce_seconds,
-        coalesce_bytes=settings.sidecar.coalesce_bytes,
-        namespace_blocks_per_second=settings.sidecar.namespace_blocks_per_second,
-        namespace_burst_blocks=settings.sidecar.namespace_burst_blocks,
-        wire_version=settings.fleet.wire_version,
-    )
-
-
-class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One instance and the engine beside it.
+class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One instance, the engine beside it, and how it is reported.
 
     The engine has made the ring at `ring_path`; the sidecar makes the serve pool at `pool_path`
     (with `num_slots` above 0) and listens at `socket_path`.
@@ -71,7 +40,7 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     #: the model of the namespaces; `aliases` are further names that requests may use
     model: str
     aliases: tuple[str, ...] = ()
-    adapters: dict[str, str] = {}
+    adapters: dict[str, str] = field(default_factory=dict)
     base_url: str = ""
     descriptor: NamespaceDescriptor
     #: KV groups that full-prefix reuse needs
@@ -81,7 +50,7 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv_fingerprint: bytes = b""
     #: blocks that the engine's own memory takes
     num_blocks: int = 0
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = field(default_factory=dict)
     #: where the engine's own transfer tier listens (host:port); empty where it has none
     p2p_address: str = ""
     #: events come from outside the engine, which tells each copy of a block
@@ -100,29 +69,15 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     creds_file: str = ""
     nkey_file: str = ""
-    #: keys the roots of salted namespaces
+    #: see FleetSettings
     fleet_key: bytes = b""
+    wire_version: WireVersion = WIRE_VERSION
     #: let the tokens of prompts travel in events
     include_tokens: bool = False
-    #: a worker silent for this long is forgotten; short forgets slow ones
-    lease_ttl_seconds: Seconds = 15.0
-    #: how often digests are published; seldom shows divergence late
-    digest_seconds: Seconds = 2.0
     #: how often the inventory is published unasked; has to be less than the stream's retention
     inventory_seconds: Seconds = 3600.0
-    #: events waiting for the broker; more of them, or older ones, become one resync
-    max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
-    max_outbox_seconds: Seconds = 300.0
-    #: see SidecarSettings
-    coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
-    coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
-    #: see SidecarSettings
-    namespace_blocks_per_second: Annotated[float, Meta(ge=0)] = 50_000.0
-    namespace_burst_blocks: Annotated[float, Meta(gt=0)] = 1_000_000.0
     #: how long a namespace is muted the first time
     namespace_mute_seconds: Seconds = 1.0
-    #: see FleetSettings
-    wire_version: Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
     #: how long a stopping sidecar waits for the broker
     stop_seconds: Seconds = 5.0
     #: the sidecar ends with this process; 0 takes the one that writes to the ring
@@ -191,3 +146,12 @@ class SidecarOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             p2p_address=self.p2p_address,
             leasable_tiers=self.leasable_tiers,
         )
+
+
+def shared_options(settings: Settings) -> dict[str, Any]:
+    """Return what the settings say of any sidecar, by its name in `SidecarOptions`."""
+    reporting = ReportingSettings.__struct_fields__
+    return {name: getattr(settings.sidecar, name) for name in reporting} | {
+        "fleet_key": settings.fleet.key_bytes,
+        "wire_version": settings.fleet.wire_version,
+    }

@@ -15,7 +15,7 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from testkit.commands import started
-from testkit.sidecars import until
+from testkit.waiting import until
 
 W = InstanceId("w", 0)
 _FAST = ServiceSettings(poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=0.0)
@@ -58,7 +58,7 @@ class Bridged:
         return (W, Tier.hbm) in self.service.index.holders(block)
 
     async def agrees(
-        self, held: Callable[[], set[bytes]], trust: Trust = Trust.exact, seconds: float = 20.0
+        self, held: Callable[[], set[bytes]], trust: Trust = Trust.exact, seconds: float = 60.0
     ) -> None:
         """Return once the index believes in exactly these blocks, and is as sure as expected."""
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvatlas.events.bus import StreamSpec
+from testkit.waiting import WAIT_SECONDS
 
 T = TypeVar("T")
-
-WAIT_SECONDS = 10.0
 
 
 class Collected(Generic[T]):
@@ -33,13 +32,6 @@ class Collected(Generic[T]):
     async def count(self, wanted: int) -> list[T]:
         """Return the items once there are as many as wanted."""
         return await self.until(lambda items: len(items) >= wanted)
-
-
-async def eventually(is_so: Callable[[], bool]) -> None:
-    """Return once something is so that nobody calls back about."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def a_stream(

@@ -8,9 +8,7 @@ one another leads nowhere, so that `isolate` cuts a node off from the others and
 import asyncio
 import json
 import os
-import random
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -18,13 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvatlas.events.embedded import EmbeddedServer
-from kvatlas.schemas.errors import ServerNotStarted
+from testkit.ports import kept_port
 from testkit.proxy import Proxy, proxy_to
 
 NUM_NODES = 3
-#: below the ports that systems give out by themselves, so that nobody takes a killed node's
-PORTS = range(20_000, 30_000)
-START_TRIES = 3
 #: busy machines elect slowly
 WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.02
@@ -49,7 +44,7 @@ class Node:
 
     def __init__(self, name: str, folder: Path, settings: str) -> None:
         self.name, self.folder = name, folder
-        self.server = EmbeddedServer(folder, settings=settings)
+        self.server = EmbeddedServer(folder, kept_port(), settings)
 
     @property
     def url(self) -> str:
@@ -154,24 +149,13 @@ async def nats_cluster(
 ) -> AsyncIterator[Cluster]:
     """Run a cluster in folders below one; `more` gives a node further settings."""
     async with AsyncExitStack() as stack:
-        cluster = await _started_anywhere(stack, folder, with_cutters, more)
-        yield cluster
-
-
-async def _started_anywhere(
-    stack: AsyncExitStack, folder: Path, with_cutters: bool, more: Callable[[int, Path], str]
-) -> Cluster:
-    """Try again when somebody else has one of the ports."""
-    for number in range(START_TRIES - 1):
-        with suppress(ServerNotStarted):
-            return await _started(stack, folder / str(number), with_cutters, more)
-    return await _started(stack, folder / "last", with_cutters, more)
+        yield await _started(stack, folder, with_cutters, more)
 
 
 async def _started(
     stack: AsyncExitStack, folder: Path, with_cutters: bool, more: Callable[[int, Path], str]
 ) -> Cluster:
-    ports = _free_ports(NUM_NODES)
+    ports = [kept_port() for _ in range(NUM_NODES)]
     cutters: dict[tuple[int, int], Proxy] = {}
     if with_cutters:
         for pair in ((a, b) for a in range(NUM_NODES) for b in range(NUM_NODES) if a != b):
@@ -200,16 +184,6 @@ async def _started(
     cluster = Cluster(nodes, cutters)
     await cluster.until_healthy("js-meta-only=true")
     return cluster
-
-
-def _free_ports(count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
-        port = random.choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
 
 
 async def _get(host: str, port: int, path: str) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 60.0
 
 
 class Ended(NamedTuple):

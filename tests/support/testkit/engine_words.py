@@ -21,6 +21,11 @@ def stored(*names: int, parent: int | None = None, **rest: object) -> RawStored:
     return RawStored(names, parent, tokens_of(*names), **rest)  # type: ignore[arg-type]
 
 
+def by_hash(*names: int, **rest: object) -> RawStored:
+    """Say that blocks are held without saying what they are."""
+    return RawStored(names, None, b"", **rest)  # type: ignore[arg-type]
+
+
 def removed(*names: int, **rest: object) -> RawRemoved:
     """Say that blocks are gone."""
     return RawRemoved(names, **rest)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvatlas.events.codec import encode
+from kvatlas.indexer import FlatRadixIndex
 from kvatlas.indexer.instances import Damage
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.fleet import Trust
@@ -142,7 +143,7 @@ def _a_batch(who: InstanceId, epoch: int, seq: int, events: tuple[KvEvent, ...])
 
 def validate(state: IndexState) -> None:
     """Check what always holds between the parts of a fold."""
-    numbers = {}
+    numbers, hidden = {}, set[int]()
     for name, instance in state.fleet.instances.items():
         assert instance.id == name
         assert instance.is_gone == (name in state.fleet.gone)
@@ -151,6 +152,10 @@ def validate(state: IndexState) -> None:
         assert not instance.is_gone or (instance.number is None and instance.info is None)
         if instance.number is not None:
             numbers[instance.number] = instance
+        if instance.staging is not None:
+            assert instance.staging.begun >= instance.staging.whole.keys()
+            numbers[instance.staging.number] = instance
+            hidden.add(instance.staging.number)
         position = state.fleet.order.position(name)
         assert position.epoch == instance.epoch
         assert instance.is_gone or position.seq == instance.seq
@@ -160,3 +165,6 @@ def validate(state: IndexState) -> None:
         is_excluded = name in state.fleet.residency._named.excluded
         assert is_excluded == (Damage.quarantined in instance.damages)
     assert numbers == state.fleet.residency._named.by_number
+    index = state.fleet.residency._index
+    assert not isinstance(index, FlatRadixIndex) or numbers.keys() == index._live
+    assert hidden == state.fleet.residency._named.hidden

@@ -14,9 +14,11 @@ import msgspec
 
 from kvatlas.schemas.errors import NoResponder, RequestTimedOut
 from testkit.peer_main import PeerSettings
+from testkit.waiting import WAIT_SECONDS
 
 _T = TypeVar("_T")
 FINGERPRINT = bytes(range(16))
+STOP_SECONDS = 15.0
 
 
 class PeerProcess:
@@ -37,7 +39,7 @@ class PeerProcess:
         return await self._ask(0, payload, timeout_seconds)
 
     async def control(self, *verb: Any) -> Any:
-        answer = await self._ask(1, msgspec.msgpack.encode(verb), 5.0)
+        answer = await self._ask(1, msgspec.msgpack.encode(verb), WAIT_SECONDS)
         return msgspec.msgpack.decode(answer) if answer else None
 
     def freeze(self) -> None:
@@ -151,7 +153,7 @@ async def a_peer(
             process.send_signal(signal.SIGCONT)
         process.stdin.close()
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(STOP_SECONDS):
                 await process.wait()
         except TimeoutError:
             process.kill()

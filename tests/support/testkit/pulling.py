@@ -33,7 +33,7 @@ class Fetcher:
     def owners(self) -> list[Owner]:
         return [Owner(subject, subject) for subject in self.route]
 
-    async def pull(self, numbers: Sequence[int], deadline_seconds: float = 10.0) -> PullResult:
+    async def pull(self, numbers: Sequence[int], deadline_seconds: float = 30.0) -> PullResult:
         """Pull block n of the list into slot n, whatever was there."""
         slots = list(range(len(numbers)))
         assert self.pool.try_evict(slots) == slots
@@ -42,7 +42,7 @@ class Fetcher:
 
     async def pull_until_held(self, numbers: Sequence[int]) -> PullResult:
         """Pull again and again until all is held; for a fleet that recovers."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len((result := await self.pull(numbers)).held) < len(numbers):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return result

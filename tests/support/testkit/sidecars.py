@@ -1,13 +1,12 @@
 """Sidecars for tests: in this process over any bus, or as the real process beside an engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvatlas.events.bus import Bus, Message
 from kvatlas.events.streams import KV_EVENTS
-from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.worker_hooks.channel import SidecarChannel
@@ -71,7 +70,7 @@ async def beside(
     made.running = asyncio.create_task(made.sidecar.run())
     try:
         async with made.channel:
-            ready = asyncio.create_task(made.channel.wait_ready())
+            ready = asyncio.create_task(made.channel.wait_ready(60.0))
             await asyncio.wait((ready, made.running), return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
@@ -111,7 +110,7 @@ async def a_worker(
     worker.process = await asyncio.to_thread(start_sidecar, options, log)
     try:
         async with SidecarChannel(Path(options.socket_path)) as worker.channel:
-            await worker.channel.wait_ready()
+            await worker.channel.wait_ready(60.0)
             worker.pool = ServePool.attach(Path(options.pool_path))
             hook = WorkerHook(worker.ring)
             engine_options = EngineOptions(
@@ -147,20 +146,3 @@ async def folded(bus: Bus, *instances: InstanceId) -> AsyncIterator[dict[Instanc
         yield folds
     finally:
         await subscription.close()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    """Return when the condition holds; fail when it does not in time."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition belongs to another process
-            await asyncio.sleep(0.005)
-
-
-async def last_sequence(bus: Bus) -> int:
-    """Return the log's last sequence, as soon as the broker answers."""
-    async with asyncio.timeout(15):
-        while True:
-            try:
-                return await bus.last_sequence(KV_EVENTS)
-            except (BusUnavailable, StreamRefused):
-                await asyncio.sleep(0.05)

@@ -3,16 +3,20 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+#: of anything at all: a busy machine takes seconds for what an idle one does at once
+WAIT_SECONDS = 30.0
+POLL_SECONDS = 0.005
 
-async def until(is_so: Callable[[], bool], timeout_seconds: float = 10.0) -> None:
+
+async def until(is_so: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     """Return once it is so; fail if that takes too long."""
-    async with asyncio.timeout(timeout_seconds):
+    async with asyncio.timeout(seconds):
         while not is_so():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(POLL_SECONDS)
 
 
-async def until_told(ask: Callable[[], Awaitable[bool]], timeout_seconds: float = 10.0) -> None:
+async def until_told(ask: Callable[[], Awaitable[bool]], seconds: float = WAIT_SECONDS) -> None:
     """Return once somebody who has to be asked, over HTTP or the bus, says so."""
-    async with asyncio.timeout(timeout_seconds):
+    async with asyncio.timeout(seconds):
         while not await ask():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(4 * POLL_SECONDS)

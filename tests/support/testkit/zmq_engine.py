@@ -8,8 +8,6 @@ a publisher's high-water mark is hit, and when the engine begins anew.
 """
 
 import asyncio
-import contextlib
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -22,23 +20,11 @@ import zmq.asyncio
 
 from kvatlas.worker_hooks.bridge.zmq_source import END
 from testkit.engine_words import BLOCK_TOKENS, chain_of, tokens_of
+from testkit.ports import kept_ports
 
 #: the blocks of a prompt from its beginning on, by name
 Prefix = tuple[int, ...]
 Event = dict[str, Any]
-
-
-def free_ports(num: int = 2) -> int:
-    """Return the first of some free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as opened:
-            first = opened.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                for further in range(port + 1, port + num):
-                    opened.enter_context(socket.socket()).bind(("127.0.0.1", further))
-                return port
 
 
 class Blocks:
@@ -100,7 +86,7 @@ class ZmqEngine:
         binds: bool = True,
         max_unsent: int = 1000,
     ) -> None:
-        self.port = port or free_ports()
+        self.port = port or kept_ports(2)
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self.replay_endpoint = f"tcp://127.0.0.1:{self.port + 1}"
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)

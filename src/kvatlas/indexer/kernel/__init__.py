@@ -65,7 +65,7 @@ from kvatlas.indexer.kernel.layout import (
     SET_ROOM,
     START,
 )
-from kvatlas.indexer.kernel.matching import match
+from kvatlas.indexer.kernel.matching import match, put_in_lines
 from kvatlas.indexer.kernel.sweeping import collect, free_void, strip, strip_some
 from kvatlas.indexer.kernel.tree_runs import compress, count_holders
 
@@ -112,6 +112,7 @@ __all__ = [
     "key_at",
     "match",
     "mix64",
+    "put_in_lines",
     "remove",
     "row_of",
     "store",

@@ -91,7 +91,7 @@ else:
 
     def words_in(content: bytes) -> U64:
         """Return packed hashes as words."""
-        return np.frombuffer(content, np.uint64)
+        return np.frombuffer(content, np.uint64, len(content) // 8)
 
 
 @compiled()

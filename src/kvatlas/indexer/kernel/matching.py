@@ -1,6 +1,7 @@
 """The walk along a chain: who holds how much of it."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.indexer.kernel.arithmetic import best_tiers, key_at, whole_bytes
 from kvatlas.indexer.kernel.block_table import find, layout_of
@@ -150,3 +151,21 @@ def gathered(words: U64, first_word: Number, tally: U32) -> U32:
                 matches[2 + tier, column] = tally[line, 1 + tier]
             column += ONE
     return matches
+
+
+@compiled("boolean(uint32[::1], uint32[:, ::1], int64[::1], uint32[:, ::1])")
+def put_in_lines(instances: U32, by_tier: U32, line_of: NDArray[np.intp], held: U32) -> bool:
+    """Put a match's columns into the lines of who is asked about, which are zeros before.
+
+    `line_of` has a line for each number, one behind the last for who is not asked about. False if
+    a number is not in it, and then `held` means nothing.
+    """
+    for column in range(np.uint64(instances.size)):
+        instance = np.uint64(instances[column])
+        if instance >= np.uint64(line_of.size):
+            return False
+        line = np.uint64(line_of[instance])
+        if line < np.uint64(held.shape[0]):
+            for tier in range(NUM_TIERS):
+                held[line, tier] = by_tier[tier, column]
+    return True

@@ -14,7 +14,7 @@ U64 = NDArray[np.uint64]
 
 FILE = "header"
 #: of this layout; readers refuse any other
-FORMAT = 0x6B76_6174_6C61_7301
+FORMAT = 0x6B76_6174_6C61_7302
 
 # words of the header; `VERSION` is the first, pauses are the last
 FORMAT_WORD = 1

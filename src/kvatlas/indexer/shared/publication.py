@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from kvatlas.indexer import fence_kernel
 from kvatlas.indexer.naming import Place
-from kvatlas.indexer.reader import IndexReader, IndexStats, InstanceView
+from kvatlas.indexer.reader import IndexReader, IndexStats
 from kvatlas.indexer.shared import header as h
 from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.schemas.ids import InstanceId
 
 #: the longest that the writer waits for readers that ask it to
 MAX_PAUSE_NS = 5_000_000
@@ -28,11 +29,15 @@ _logger = logging.getLogger(__name__)
 
 
 class PublishedFleet(Struct, frozen=True, array_like=True):
-    """All about instances that is not in the arrays, as of a stream sequence."""
+    """All about instances that is not in the arrays.
 
-    stream_sequence: int
+    Places, trust and whatever else `IndexReader.fleet_version` moves with are as of now, the rest
+    as of the last pulse: counts, digests, and who has said how much.
+    """
+
     places: list[Place]
-    views: list[InstanceView]
+    #: of an InstanceView each, so that readers decode who has changed; by name
+    views: list[msgspec.Raw]
     stats: IndexStats
     state_digest: str
     convergence_ms: dict[str, float]
@@ -51,9 +56,31 @@ class Pulse(NamedTuple):
 class Places(Protocol):
     """The fold, as far as the publication asks it."""
 
+    @property
+    def fleet_version(self) -> int:
+        """See IndexReader."""
+        ...
+
+    def changed_since(self, fleet_version: int) -> list[InstanceId] | None:
+        """Return who looks otherwise than at a version; None if that may be anybody."""
+        ...
+
+    @property
+    def places_version(self) -> int:
+        """Rises whenever `places` changes."""
+        ...
+
     def places(self) -> list[Place]:
         """Return every instance that has a place in the index."""
         ...
+
+
+class _Versions(NamedTuple):
+    """What moves with the fleet: the fold, what time lays over it, who has which number."""
+
+    folded: int
+    laid_over: int
+    places: int
 
 
 class IndexPublication:
@@ -62,7 +89,10 @@ class IndexPublication:
     def __init__(self, arrays: SharedArrays, index: IndexReader, places: Places) -> None:
         self._arrays, self._index, self._places = arrays, index, places
         self._header = arrays.header
-        self._fleet_version = -1
+        self._written = _Versions(-1, -1, -1)
+        #: as encoded last
+        self._views: dict[InstanceId, msgspec.Raw] = {}
+        self._stats, self._state_digest = index.stats(), index.state_digest()
         self._generation = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._convergence_ms: dict[str, float] = {}
@@ -85,7 +115,8 @@ class IndexPublication:
         """End it: what readers see from now on is of one stream sequence."""
         try:
             # until it is ready nobody is answered, and each new instance would cost a list of all
-            if self._index.fleet_version != self._fleet_version and self._header[h.IS_READY]:
+            if self._versions() != self._written and self._header[h.IS_READY]:
+                self._encode_changed()
                 self._write_fleet()
             self._header[h.STREAM_SEQUENCE] = self._index.stream_sequence
         finally:
@@ -94,6 +125,7 @@ class IndexPublication:
     def pulse(self, pulse: Pulse) -> None:
         """Give a sign of life, and bring counts and digests of the fleet up to date."""
         header = self._header
+        self._encode_all()  # which takes long, and changes nothing that readers see
         with self:
             self._convergence_ms = pulse.convergence_ms
             header[h.IS_READY], header[h.IS_CONNECTED] = pulse.is_ready, pulse.is_connected
@@ -107,16 +139,37 @@ class IndexPublication:
         with self:
             self._header[h.IS_ENDED] = 1
 
+    def _versions(self) -> "_Versions":
+        folded = self._places.fleet_version
+        laid_over = self._index.fleet_version - folded
+        return _Versions(folded, laid_over, self._places.places_version)
+
+    def _encode_changed(self) -> None:
+        """Bring the views of those up to date who look otherwise than when all was written last."""
+        changed = self._places.changed_since(self._written.folded)
+        is_laid_anew = self._versions().laid_over != self._written.laid_over
+        if changed is None or is_laid_anew or not self._views.keys() >= set(changed):
+            self._encode_all()
+            return
+        for name in changed:
+            view = self._index.instance(name)
+            assert view is not None
+            self._views[name] = msgspec.Raw(self._encode(view))
+
+    def _encode_all(self) -> None:
+        views = self._index.instances()
+        self._views = {view.instance: msgspec.Raw(self._encode(view)) for view in views}
+        self._stats, self._state_digest = self._index.stats(), self._index.state_digest()
+
     def _write_fleet(self) -> None:
         """Write who holds which number; without room for that readers are told to know nobody."""
-        self._fleet_version = self._index.fleet_version
+        self._written = self._versions()
         content = self._encode(
             PublishedFleet(
-                self._index.stream_sequence,
                 self._places.places(),
-                self._index.instances(),
-                self._index.stats(),
-                self._index.state_digest(),
+                list(self._views.values()),
+                self._stats,
+                self._state_digest,
                 self._convergence_ms,
             )
         )
@@ -130,7 +183,7 @@ class IndexPublication:
         self._generation += 1
         self._header[h.FLEET_GENERATION] = self._generation
         self._header[h.FLEET_BYTES] = len(content)
-        self._header[h.FLEET_VERSION] = self._fleet_version
+        self._header[h.FLEET_VERSION] = self._written.folded + self._written.laid_over
 
     def _let_readers_through(self) -> None:
         self.num_pauses += 1

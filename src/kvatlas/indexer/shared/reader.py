@@ -13,14 +13,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import fence_kernel
-from kvatlas.indexer.instances import Instance
 from kvatlas.indexer.live import LiveIndex
 from kvatlas.indexer.naming import NamedIndex
 from kvatlas.indexer.reader import (
@@ -29,14 +28,15 @@ from kvatlas.indexer.reader import (
     InstanceView,
     Roll,
     TreeRun,
-    serving_views,
 )
 from kvatlas.indexer.service import Lag
+from kvatlas.indexer.serving import ServingLists
 from kvatlas.indexer.shared import header as h
 from kvatlas.indexer.shared.arrays import MappedArrays
 from kvatlas.indexer.shared.attached import AttachedIndex
 from kvatlas.indexer.shared.publication import PublishedFleet
 from kvatlas.schemas.errors import IndexUnavailable, NotAnsweredHere
+from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
 
 T = TypeVar("T")
@@ -54,6 +54,11 @@ RETRY_SECONDS = 20e-6
 _logger = logging.getLogger(__name__)
 
 
+class _Named(NamedTuple):
+    id: InstanceId
+    trust: Trust
+
+
 class AttachedState:
     """An IndexReader of the state that a writer publishes in a folder."""
 
@@ -65,13 +70,16 @@ class AttachedState:
         self._attached = AttachedIndex()
         self._named = NamedIndex(self._attached)
         self._decode = msgspec.msgpack.Decoder(PublishedFleet).decode
+        self._decode_view = msgspec.msgpack.Decoder(InstanceView).decode
         self._fleet: PublishedFleet | None = None
         self._fleet_generation = 0
         self._layout = b""
         #: the layout of the last question: all of one state
         self._asked_layout = b""
         self._views: dict[InstanceId, InstanceView] = {}
-        self._serving: dict[str, list[InstanceView]] = {}
+        #: as they were written -> what that says
+        self._decoded: dict[bytes, InstanceView] = {}
+        self._serving = ServingLists()
         #: writers so far; their versions of the fleet begin anew
         self._num_writers = 0
         self._pause = fence_kernel.FIRST_PAUSE + os.getpid() % 16
@@ -139,9 +147,7 @@ class AttachedState:
         return self._consistently(lambda: self._views.get(instance), self._views.get(instance))
 
     def serving(self, model: str) -> list[InstanceView]:
-        return self._consistently(
-            lambda: self._serving.get(model, []), self._serving.get(model, [])
-        )
+        return self._consistently(lambda: self._serving.of(model), self._serving.of(model))
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
         raise NotAnsweredHere("the radix tree: ask the index that this router reads")
@@ -247,11 +253,17 @@ class AttachedState:
             _logger.error("the shared index in %s cannot be read: %s", self._folder, error)
 
     def _take_fleet(self, fleet: PublishedFleet) -> None:
-        self._fleet = fleet
-        self._views = {view.instance: view for view in fleet.views}
-        self._serving = serving_views(fleet.views)
-        named = (Instance(view.instance, trust=view.trust) for view in fleet.views)
-        self._named.take_places(fleet.places, named)
+        decoded, known = {}, self._decoded
+        for view in map(bytes, fleet.views):
+            decoded[view] = known.get(view) or self._decode_view(view)
+        views = {view.instance: view for view in decoded.values()}
+        gone = self._views.keys() - views.keys()
+        changed = [
+            (name, view) for name, view in views.items() if self._views.get(name) is not view
+        ]
+        self._named.take_places(fleet.places, [_Named(v.instance, v.trust) for v in views.values()])
+        self._serving.update([*changed, *((name, None) for name in gone)])
+        self._fleet, self._views, self._decoded = fleet, views, decoded
 
     def _find_writer(self) -> None:
         """Attach to the folder's writer if it is another one than before."""

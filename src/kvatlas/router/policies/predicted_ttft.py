@@ -1,8 +1,5 @@
 """The default: the candidate with the lowest predicted cost."""
 
-import numpy as np
-
-from kvatlas.router import price_kernel as k
 from kvatlas.router.policies.policy import Choice, Pick, lightest
 from kvatlas.router.pricing import price_all
 from kvatlas.router.slate import Slate, numbers_of
@@ -33,8 +30,7 @@ class PredictedTtft:
     def pick(self, slate: Slate) -> Pick:
         chosen, num_cheapest = slate.price(self._settings, self._numbers)
         if num_cheapest > 1:
-            costs = slate.lines[:, k.COST]
-            chosen = slate.lightest(np.flatnonzero(costs == costs[chosen]))
+            chosen = slate.lightest_alike(chosen, num_cheapest)
         return Pick(chosen, _reason(num_cheapest))
 
 

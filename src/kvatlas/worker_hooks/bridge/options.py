@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
-from kvatlas.schemas.kv_events import OLDEST_WIRE_VERSION, WIRE_VERSION
+from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.sidecar_options import Seconds
 
 #: engines that publish numbered batches over ZMQ and answer for those of before; the others of
@@ -21,9 +21,10 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     """
 
     engine: str
-    nats_url: str
     worker: str
     model: str
+    #: its broker, its fleet, and how each rank is reported
+    settings: Settings
     endpoint: str = ""
     replay_endpoint: str = ""
     #: bind where the engine connects; else connect where the engine binds
@@ -45,17 +46,6 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     kv_fingerprint: bytes = b""
     #: where that tier listens (host:port) for rank 0; the port counts up with the rank
     p2p_address: str = ""
-    creds_file: str = ""
-    fleet_key: bytes = b""
-    lease_ttl_seconds: Seconds = 15.0
-    digest_seconds: Seconds = 2.0
-    max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024 * 1024
-    max_outbox_seconds: Seconds = 300.0
-    coalesce_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.002
-    coalesce_bytes: Annotated[int, Meta(ge=1, le=512 * 1024)] = 64 * 1024
-    namespace_blocks_per_second: Annotated[float, Meta(ge=0)] = 50_000.0
-    namespace_burst_blocks: Annotated[float, Meta(gt=0)] = 1_000_000.0
-    wire_version: Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
     #: of each rank, in shared memory; a batch of more than a quarter of it cannot be taken
     ring_bytes: int = 32 * 1024 * 1024
     #: of memory for live batches kept during a replay; more are asked for again

@@ -48,7 +48,7 @@ from kvatlas.worker_hooks.raw_events import (
     encode_raw,
 )
 from kvatlas.worker_hooks.ring import RingReader, RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 from kvatlas.worker_hooks.sidecar_service import Sidecar
 
 TICK_SECONDS = 0.25
@@ -226,8 +226,8 @@ class RankBridge:
     def _sidecar_options(self, block_tokens: int) -> SidecarOptions:
         given = self._options
         options = SidecarOptions(
-            nats_url=given.nats_url,
-            creds_file=given.creds_file,
+            nats_url=given.settings.nats.url,
+            creds_file=given.settings.nats.credentials,
             worker=given.worker,
             rank=self._rank,
             model=given.model,
@@ -242,16 +242,7 @@ class RankBridge:
             ring_path=str(self._folder / f"{self._rank}.ring"),
             socket_path=str(self._folder / f"{self._rank}.sock"),
             transport="none",
-            fleet_key=given.fleet_key,
-            lease_ttl_seconds=given.lease_ttl_seconds,
-            digest_seconds=given.digest_seconds,
-            max_outbox_bytes=given.max_outbox_bytes,
-            max_outbox_seconds=given.max_outbox_seconds,
-            coalesce_seconds=given.coalesce_seconds,
-            coalesce_bytes=given.coalesce_bytes,
-            namespace_blocks_per_second=given.namespace_blocks_per_second,
-            namespace_burst_blocks=given.namespace_burst_blocks,
-            wire_version=given.wire_version,
+            **shared_options(given.settings),
         )
         options.validate()
         return options

@@ -19,7 +19,7 @@ from kvatlas.events.leases import LeaseKeeper
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import events_subject, inventory_subject
-from kvatlas.indexer.residency import digest_of_packed
+from kvatlas.indexer.packed_digest import digest_of_packed
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
@@ -37,10 +37,8 @@ from testkit.measuring.http_fleet import BLOCK_TOKENS, EVENT_BLOCKS, HASHER, LOA
 NUM_WORKERS, NUM_HOLDERS, WORKER_BLOCKS = 100, 8, 10_000
 #: of a worker's blocks: stored and removed in the batch that is lost
 LOST_BLOCKS = 64
-STEP_EVENTS, STEPS_PER_SECOND = 10, 1_000
+STEP_EVENTS = 10
 TICK_SECONDS, DIGEST_SECONDS = 0.01, 4.0
-#: a hundred workers are other machines: they take no processor from the router
-NICENESS = 10
 _HASH = 16
 
 
@@ -161,9 +159,9 @@ class RepairFleet:
             worker.hold(HASHER.chain(tokens) if number < NUM_HOLDERS else b"")
             await worker.stored()
 
-    async def load_on(self) -> None:
-        """Begin to tell 10,000 events of 4 blocks a second, half of them removals."""
-        self._load = asyncio.create_task(self._tell_steps())
+    async def load_on(self, steps_per_second: int) -> None:
+        """Begin to tell 10 events of 4 blocks a step, half of them removals."""
+        self._load = asyncio.create_task(self._tell_steps(steps_per_second))
 
     async def load_off(self) -> None:
         """Stop that."""
@@ -198,10 +196,10 @@ class RepairFleet:
         if not self._under_way[worker]:
             del self._under_way[worker]
 
-    async def _tell_steps(self) -> None:
+    async def _tell_steps(self, steps_per_second: int) -> None:
         started, told = time.perf_counter(), 0
         while True:
-            due = int((time.perf_counter() - started) * STEPS_PER_SECOND)
+            due = int((time.perf_counter() - started) * steps_per_second)
             for number in range(told, due):
                 self.workers[number % NUM_WORKERS].step()
             told = due
@@ -215,9 +213,9 @@ class RepairFleet:
                 worker.tell_digests()
 
 
-def speak_for_fleet(nats_url: str, pipe: Connection) -> None:
+def speak_for_fleet(nats_url: str, pipe: Connection, niceness: int) -> None:
     """Do what the other end of the pipe asks for, until it asks for nothing."""
-    os.nice(NICENESS)
+    os.nice(niceness)
     asyncio.run(_speak(nats_url, pipe))
 
 

@@ -18,10 +18,11 @@ from kvatlas.events.bus import Message
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
+from testkit.ports import kept_port
 from testkit.storm import worker_main
 from testkit.storm.chains import Chains
 from testkit.storm.faults import Fault, schedule
-from testkit.storm.processes import BrokerChild, Child, Target, free_port, kept_up, role_command
+from testkit.storm.processes import BrokerChild, Child, Target, kept_up, role_command
 from testkit.storm.truth import Truth
 from testkit.storm.verifying import Ended, Recovery, Verdict, judge
 from testkit.storm.watching import Asker, Look, Watcher, fetched
@@ -332,7 +333,7 @@ async def _fleet(options: StormOptions, folder: Path, say: Say) -> AsyncGenerato
         targets: dict[str, Target] = {"broker": await enter(kept_up(broker))}
         nats_url, urls = broker.server.url, {}
         for name in (*INDEXERS, "router"):
-            port = free_port()
+            port = kept_port()
             urls[name] = f"http://127.0.0.1:{port}"
             role = name.partition("-")[0]
             more = "--port", str(port), *SNAPSHOTS

@@ -5,12 +5,9 @@ they say on stderr is in `<folder>/<name>.log`.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import os
-import random
 import signal
-import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Callable
@@ -19,6 +16,7 @@ from pathlib import Path
 
 from kvatlas.events.embedded import EmbeddedServer
 from kvatlas.schemas.errors import ServerNotStarted
+from testkit.ports import kept_port
 
 #: pause before what ended by itself is started again
 RESTART_SECONDS = 0.5
@@ -107,7 +105,7 @@ class BrokerChild:
     name = "broker"
 
     def __init__(self, folder: Path) -> None:
-        self.server = EmbeddedServer(folder)
+        self.server = EmbeddedServer(folder, kept_port())
         self.num_own_exits = 0
         self._is_held = False
 
@@ -163,18 +161,6 @@ async def kept_up(target: Target) -> AsyncGenerator[Target, None]:
     finally:
         target.send(signal.SIGCONT)
         await target.stop()
-
-
-def free_port() -> int:
-    """Return a port of the loopback that is free.
-
-    Out of those that no client is given, so that nobody takes it while its server is down.
-    """
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def role_command(role: str, nats_url: str, *more: str) -> list[str]:

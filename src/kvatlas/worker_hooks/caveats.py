@@ -1,0 +1,82 @@
+"""What readers have to know before equal digests make us exact: a doubt, muted namespaces.
+
+whoever listens has missed something --.
+blocks of another size (misfits.py) ---+--> doubt          --> Doubted
+muted, for readers before wire 101 ----'
+muted                                                      --> NamespacesMuted (ADR-0012)
+"""
+
+from collections.abc import Iterable
+
+from kvatlas.schemas.kv_events import Doubted, KvEvent, NamespacesMuted
+from kvatlas.worker_hooks.misfits import Misfits
+from kvatlas.worker_hooks.telling import Telling
+
+
+class Caveats:
+    """Why one instance is not to be taken for exact. Who changes its misfits calls `tell_doubt`."""
+
+    def __init__(self, telling: Telling, misfits: Misfits, *, tells_mutes: bool) -> None:
+        """Without `tells_mutes`, readers that know no NamespacesMuted are told by a doubt."""
+        self._telling, self._misfits, self._tells_mutes = telling, misfits, tells_mutes
+        #: why whoever listens doubts; and what the fleet has been told, with our own reason
+        self._said_doubt = self.doubt = ""
+        #: why namespaces are muted, as long as some are
+        self._mute_reason = ""
+        #: the fleet has been told in this epoch
+        self._has_told_doubt = self._has_told_mutes = False
+
+    def begin_epoch(self) -> None:
+        """Nothing has been told in the new epoch."""
+        self._has_told_doubt = self._has_told_mutes = False
+
+    def restart(self) -> None:
+        """Doubt nothing of what was said before; the new epoch is told without it."""
+        self._said_doubt = ""
+        self._put_doubt()
+
+    def doubt_for(self, reason: str) -> None:
+        """Tell what whoever listens says; without a reason it is taken back."""
+        self._said_doubt = reason
+        self.tell_doubt()
+
+    def tell_doubt(self) -> None:
+        """Tell why the instance is doubtful: what was said, and what the edge has seen itself."""
+        self._put_doubt()
+        self._telling.other(Doubted(self.doubt))
+        self._has_told_doubt = True
+
+    def mute(self, roots: Iterable[bytes], reason: str) -> None:
+        """Mute namespaces for this reason, which holds for all that are muted."""
+        for root in roots:
+            self._telling.mute(root)
+        self._mute_reason = reason
+
+    def events(self, *, even_none: bool) -> list[KvEvent]:
+        """Return what is to be said of it next to digests.
+
+        With `even_none` the end of caveats is said again, where some were said in the epoch.
+        """
+        self._put_doubt()
+        events: list[KvEvent] = []
+        if self.doubt or (even_none and self._has_told_doubt):
+            events.append(Doubted(self.doubt))
+            self._has_told_doubt = True
+        muted = self._telling.muted if self._tells_mutes else ()
+        if muted or (even_none and self._has_told_mutes):
+            reason = self._mute_reason if muted else ""
+            events.append(NamespacesMuted(b"".join(sorted(muted)), reason))
+            self._has_told_mutes = True
+        return events
+
+    def _put_doubt(self) -> None:
+        muted = "" if self._tells_mutes else self._muted_in_words()
+        self.doubt = "; ".join(filter(None, (self._said_doubt, self._misfits.reason, muted)))
+
+    def _muted_in_words(self) -> str:
+        """Return which namespaces are muted, for readers that know no NamespacesMuted."""
+        muted = sorted(self._telling.muted)
+        if not muted:
+            return ""
+        more = f" and {len(muted) - 1} more" if len(muted) > 1 else ""
+        return f"namespace {muted[0].hex()}{more} over its budget: {self._mute_reason}"
