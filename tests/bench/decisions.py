@@ -5,8 +5,9 @@
 Each worker holds another part of one prompt of 8,192 tokens, blocks of 16, so that every match has
 its own length: the most that a walk along a chain has to tell apart. `score` only asks; `route`
 decides, remembers and hands the decision to a log in memory; its report of the end is not timed.
-`json` is a body of token ids, `by_hash` one of block hashes. No socket (tests/bench/http.py) and no
-broker; all on one CPU. There is no peer; every bench takes `--peer`.
+`json` is a body of token ids, `by_hash` one of block hashes. Before each `score_after_change` one
+worker loses a batch, or says that it lost nothing, so that its trust is another one. No socket
+(tests/bench/http.py) and no broker; all on one CPU. There is no peer; every bench takes `--peer`.
 """
 
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[1] / "support")
 
 from collections.abc import Callable
+from itertools import cycle
 from random import Random
 from time import perf_counter
 
@@ -24,8 +26,11 @@ import msgspec
 from kvatlas.indexer import FlatRadixIndex
 from kvatlas.router.requests import Report, decode_score_request
 from kvatlas.router.service import RouterService
-from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.digest import TierDigest
+from kvatlas.schemas.fleet import NamespaceDescriptor, Trust
 from kvatlas.schemas.hashing import BlockHasher
+from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import Digest
 from kvatlas.schemas.settings import RouterSettings
 from testkit.fleet import MODEL, Fleet, StillFeed
 from testkit.measuring import Bench, pin_to_one_cpu
@@ -49,7 +54,7 @@ def main() -> None:
         what = f"{candidates} candidates: the longest match is {found} tokens"
         bench.gate(what, found == asked.longest_tokens)
         for form in asked.bodies:
-            for way in (asked.score_us, asked.route_us):
+            for way in (asked.score_us, asked.score_after_change_us, asked.route_us):
                 samples = [way(form) for _ in range(repetitions)]
                 name = way.__name__.removesuffix("_us")
                 bench.row(name, "us", {OURS: samples}, form=form, candidates=candidates)
@@ -62,6 +67,7 @@ class Asked:
 
     def __init__(self, candidates: int) -> None:
         random, fleet = Random(1), Fleet(FlatRadixIndex())
+        self._fleet, self._next = fleet, cycle(range(candidates))
         tokens = [random.randrange(100_000) for _ in range(NUM_TOKENS)]
         depths = [random.randrange(1, NUM_TOKENS // BLOCK_TOKENS) for _ in range(candidates)]
         for worker, num_blocks in enumerate(depths):
@@ -89,13 +95,37 @@ class Asked:
         """Return the mean time of a score."""
         return self._mean_us(form, self._router.score)
 
+    def score_after_change_us(self, form: str) -> float:
+        """Return the mean time of a score after somebody's trust has changed."""
+        return self._mean_us(form, self._router.score, self._change_trust)
+
+    def _change_trust(self) -> None:
+        """Let a worker lose a batch, or say that it has lost nothing."""
+        worker, state = f"w{next(self._next)}", self._fleet.state
+        before = state.instance(InstanceId(worker, 0))
+        assert before
+        if before.trust is Trust.exact:
+            self._fleet.tell(worker, skip=1)
+        else:
+            held = [before.digests.get(tier, TierDigest()) for tier in Tier]
+            self._fleet.tell(worker, *(Digest(tier, *held[tier]) for tier in Tier))
+        after = state.instance(InstanceId(worker, 0))
+        assert after
+        assert after.trust is not before.trust
+
     def route_us(self, form: str) -> float:
         """Return the mean time of a route."""
         return self._mean_us(form, self._router.route)
 
-    def _mean_us(self, form: str, ask: Callable[..., msgspec.Struct]) -> float:
+    def _mean_us(
+        self,
+        form: str,
+        ask: Callable[..., msgspec.Struct],
+        happens_before: Callable[[], None] = lambda: None,
+    ) -> float:
         body, encode, spent = self.bodies[form], msgspec.json.encode, 0.0
         for _ in range(CALLS):
+            happens_before()
             started = perf_counter()
             answer = ask(decode_score_request(body, "application/json", self._settings))
             encode(answer)

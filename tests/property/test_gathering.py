@@ -88,6 +88,7 @@ def columns_of(lineup: Lineup) -> dict[str, object]:
         "views": [(v.instance, v.epoch, v.info, v.trust, v.muted) for v in lineup.views],
         "groups": lineup.groups,
         "seats": lineup.seats,
+        "shown": lineup.shown,
         "traits": lineup.traits.tolist(),
         "num_classes": lineup.num_classes,
         "rolls": [(roll.instances, lines.tolist()) for roll, lines in lineup.rolls],

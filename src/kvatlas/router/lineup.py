@@ -90,8 +90,7 @@ class Lineup:
     @cached_property
     def shown(self) -> tuple[tuple[str, int, str, Trust, int], ...]:
         """What answers say of each: worker, rank, its address, trust, and the tokens of a block."""
-        each = zip(self.seats, self.infos, strict=True)
-        return tuple((s.worker, s.rank, info.base_url, s.trust, s.block_tokens) for s, info in each)
+        return tuple(map(_shown, self.seats, self.infos))
 
     def _trust(self, view: InstanceView) -> Trust:
         is_muted = view.instance in self.mutes and view.trust in _BETTER_THAN_DEGRADED
@@ -172,15 +171,16 @@ class Lineup:
         for line, view in changed.items():
             views[line] = view
         made = Lineup(views, self.infos, self.groups, self.group_of, self.kv_class_of)
-        seats, traits = list(self.seats), self.traits.copy()
+        seats, shown, traits = list(self.seats), list(self.shown), self.traits.copy()
         for line, view in changed.items():
             seats[line] = seats[line]._replace(trust=view.trust)
+            shown[line] = _shown(seats[line], self.infos[line])
             traits[line, k.TRUST] = _trust_number(view.trust)
         traits.flags.writeable = False
         # where cached properties keep what they have found
         found = vars(made)
         found |= {name: kept for name, kept in vars(self).items() if name in _LASTING}
-        found |= {"seats": tuple(seats), "traits": traits}
+        found |= {"seats": tuple(seats), "shown": tuple(shown), "traits": traits}
         if all(view.epoch == self.views[line].epoch for line, view in changed.items()):
             found["loads"] = self.loads
         return made
@@ -252,6 +252,10 @@ class Lineup:
             self._parts.clear()
         self._parts[key] = part
         return part
+
+
+def _shown(seat: Seat, info: WorkerInfo) -> tuple[str, int, str, Trust, int]:
+    return seat.worker, seat.rank, info.base_url, seat.trust, seat.block_tokens
 
 
 def _look(view: InstanceView) -> tuple[int, Trust, Mapping[bytes, str]]:
