@@ -18,14 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.command_line import (
-    Config,
-    Creds,
-    Nats,
-    SetFlags,
-    settings_from,
-    with_broker,
-)
+from kvatlas.command_line import Config, Creds, Nats, SetFlags, settings_from, with_broker
 from kvatlas.commands import app
 from kvatlas.events.bus import Bus, Message
 from kvatlas.events.dead_letters import (

@@ -9,7 +9,8 @@ from kvatlas.events.leases import LeaseKeeper
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.ids import InstanceId
 from testkit.builders import a_batch, hashes, stored, subject_of, up

@@ -21,7 +21,8 @@ from kvatlas.events.streams import (
 )
 from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.replay import replay_archive, replay_stream
 from kvatlas.schemas.fleet import Trust

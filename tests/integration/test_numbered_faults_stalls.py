@@ -25,7 +25,8 @@ from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, ev
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
 from kvatlas.indexer.fence_kernel import VERSION
 from kvatlas.indexer.reader import IndexReader
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.shared import header as h
 from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.state import IndexState

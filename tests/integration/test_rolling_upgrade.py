@@ -18,7 +18,8 @@ from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import BatchArrived, stimulus_of
 from kvatlas.schemas.fleet import Trust

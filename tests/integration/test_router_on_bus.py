@@ -8,7 +8,8 @@ from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
 from kvatlas.events.subjects import events_subject
 from kvatlas.indexer.reference import ReferenceIndex
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.router.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog

@@ -35,6 +35,7 @@ ns_on = st.just(0) | st.integers(0, SECOND) | st.integers(-SECOND, 0) | st.integ
 rates, bursts, amounts = (st.floats(0, top, allow_subnormal=False) for top in (1e3, 1e4, 2e3))
 #: now, as the broker tells it and as a process does
 beginnings = st.sampled_from([0, 5 * SECOND, 1_796_000_000 * SECOND])
+takes = st.lists(st.tuples(ns_on, amounts), max_size=40)
 
 
 @given(
@@ -56,12 +57,7 @@ def test_it_answers_as_one_that_fills_tick_by_tick(
         assert bucket.tokens_left == twin.left
 
 
-@given(
-    rates,
-    bursts,
-    beginnings,
-    st.lists(st.tuples(ns_on, amounts), max_size=40),
-)
+@given(rates, bursts, beginnings, takes)
 @settings(deadline=None)
 def test_no_span_of_time_gives_more_than_a_burst_and_the_rate(
     tokens_per_second: float, burst: float, begin_ns: int, steps: list[tuple[int, float]]
@@ -86,12 +82,7 @@ def test_no_span_of_time_gives_more_than_a_burst_and_the_rate(
             assert total <= allowed * (1 + Fraction(1, 10**12))
 
 
-@given(
-    rates,
-    bursts,
-    beginnings,
-    st.lists(st.tuples(ns_on, amounts), max_size=40),
-)
+@given(rates, bursts, beginnings, takes)
 @settings(deadline=None)
 def test_a_clock_that_steps_back_is_worth_one_that_stands_still(
     tokens_per_second: float, burst: float, begin_ns: int, steps: list[tuple[int, float]]

@@ -7,7 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvatlas.indexer.reader import Roll
+from kvatlas.router import candidates as candidates_module
 from kvatlas.router.candidates import line_up
+from kvatlas.router.lineup import Lineup
 from kvatlas.router.requests import HashedPrompt, Report, ScoreRequest
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate, PromptTooLarge, UnknownModel
 from kvatlas.schemas.fleet import NamespaceDescriptor, Role
@@ -82,6 +84,27 @@ def test_a_prompt_is_hashed_once_for_each_group(
     monkeypatch.setattr(fleet.state, "held", watched)
     router.score(a_request(a_prompt(64)))
     assert sorted(len(chain) // 16 for chain in asked) == [2, 4]
+
+
+def test_as_many_models_as_are_kept_stay_kept_when_one_changes(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def counted(serving: Any, model: str, lora: str | None) -> Lineup:
+        made.append(model)
+        return line_up(serving, model, lora)
+
+    monkeypatch.setattr(candidates_module, "MAX_CACHED_MODELS", 2)
+    monkeypatch.setattr(candidates_module, "line_up", counted)
+    fleet.up("w1", model="a")
+    fleet.up("w2", model="b")
+    router, prompt = fleet.router(), a_prompt(64)
+    for _ in range(2):
+        assert router.score(a_request(prompt, model="a")).chosen == InstanceId("w1", 0)
+        assert router.score(a_request(prompt, model="b")).chosen == InstanceId("w2", 0)
+        fleet.tell("w1", skip=1)
+    assert made == ["a", "b"]
 
 
 def test_ranks_are_candidates_of_their_own(fleet: Fleet) -> None:

@@ -20,7 +20,8 @@ from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
 from kvatlas.indexer.budgets import BudgetSettings
 from kvatlas.indexer.fence_kernel import VERSION
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.state import IndexState

@@ -14,7 +14,8 @@ from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import ReferenceIndex
 from kvatlas.indexer.inventories import pauses
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId

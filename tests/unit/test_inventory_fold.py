@@ -15,6 +15,7 @@ from testkit.builders import (
     a_batch,
     a_control,
     arrived,
+    digest,
     digests,
     hashes,
     inventory,
@@ -25,10 +26,6 @@ from testkit.builders import (
 from testkit.histories import validate
 
 W1, W2 = InstanceId("w1", 0), InstanceId("w2", 0)
-
-
-class Searched(Exception):
-    """The index was asked to clear a slot, which is O(index)."""
 
 
 @pytest.fixture(params=[FlatRadixIndex, ReferenceIndex])
@@ -43,13 +40,19 @@ def state(index: PrefixIndex) -> IndexState:
 
 
 @pytest.fixture
-def search(index: PrefixIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a search fail."""
+def without_search(index: PrefixIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it fail to clear a slot, which is O(index)."""
+    forbid(index, monkeypatch, "clear")
 
-    def search(*_: object) -> int:
-        raise Searched
 
-    monkeypatch.setattr(index, "clear", search)
+def forbid(index: PrefixIndex, monkeypatch: pytest.MonkeyPatch, *steps: str) -> None:
+    """Let these steps of the index fail."""
+
+    def asked(*_: object) -> int:
+        pytest.fail(f"the index was asked for one of {steps}")
+
+    for step in steps:
+        monkeypatch.setattr(index, step, asked)
 
 
 def take(state: IndexState, *batches: EventBatch) -> None:
@@ -108,7 +111,9 @@ def matched(state: IndexState) -> dict[str, int]:
 # --- told to the end -----------------------------------------------------------------------------
 
 
-def test_all_tiers_change_at_once_and_without_a_search(state: IndexState, search: None) -> None:
+def test_all_tiers_change_at_once_and_without_a_search(
+    state: IndexState, without_search: None
+) -> None:
     """Blocks came and went in the batch that was lost, in both tiers, as in a full cache."""
     take(state, a_batch(up(), stored(1, 2, 3), worker="w2"))
     lose_a_batch(state, stored(1, 2, 9), stored(8, 9, tier=Tier.dram))
@@ -126,9 +131,9 @@ def test_all_tiers_change_at_once_and_without_a_search(state: IndexState, search
     assert matched(state) == {"w1": 3, "w2": 3}
     assert len(numbers_of(state, W1)) == 1
     assert numbers_of(state, W1) != was
-    tell(state, *digests(1, 2, 3, 5), first_seq=seq)
-    assert state.instance(W1) is not None
-    assert [view.trust for view in state.instances()] == [Trust.degraded, Trust.exact]
+    held = [digest(1, 2, 3, 5), digest(3, 8, 4, tier=Tier.dram), *digests()[2:]]
+    tell(state, *held, first_seq=seq)
+    assert [view.trust for view in state.instances()] == [Trust.exact, Trust.exact]
 
 
 def test_a_part_is_in_the_index_before_the_next_one_comes(
@@ -143,17 +148,14 @@ def test_a_part_is_in_the_index_before_the_next_one_comes(
         stores.append(len(packed) // 16)
         return store(instance, tier, parent, packed)
 
-    def search(*_: object) -> int:
-        raise Searched
-
     monkeypatch.setattr(index, "store", counted)
-    monkeypatch.setattr(index, "store_runs", search)
+    forbid(index, monkeypatch, "store_runs")
     tell(state, *told((1, 2, 3, 4, 5), (6, 7)))
     assert stores == [2, 2, 1, 2]
     assert set(held_by(state, W1)) == {1, 2, 3, 4, 5, 6, 7}
 
 
-def test_what_was_known_keeps_its_number(state: IndexState, search: None) -> None:
+def test_what_was_known_keeps_its_number(state: IndexState, without_search: None) -> None:
     lose_a_batch(state, stored(1, 2, 3))
     number = numbers_of(state, W1)
     tell(state, *told((1, 2, 3)), *digests(1, 2, 3))
@@ -166,11 +168,7 @@ def test_whoever_is_not_in_doubt_is_only_compared(
 ) -> None:
     take(state, a_batch(up(), stored(1, 2)), a_batch(stored(3), seq=2), a_batch(seq=3))
 
-    def search(*_: object) -> int:
-        raise Searched
-
-    for name in ("store", "store_runs", "clear"):
-        monkeypatch.setattr(index, name, search)
+    forbid(index, monkeypatch, "store", "store_runs", "clear")
     version = state.places_version
     tell(state, *told((1, 2, 3)))
     assert (len(numbers_of(state, W1)), state.places_version) == (1, version)
@@ -184,11 +182,7 @@ def test_what_was_withheld_of_a_muted_namespace_comes_bit_by_bit(
     take(state, a_batch(up(), stored(1)), a_batch(NamespacesMuted(ROOT, "why"), seq=2))
     take(state, a_batch(seq=3))
 
-    def search(*_: object) -> int:
-        raise Searched
-
-    for name in ("store_runs", "clear"):
-        monkeypatch.setattr(index, name, search)
+    forbid(index, monkeypatch, "store_runs", "clear")
     seq = tell(state, *told((1, 2, 3), (4,)), NamespacesMuted(b""))
     tell(state, *digests(1, 2, 3), first_seq=seq)
     assert set(held_by(state, W1)) == {1, 2, 3, 4}
@@ -264,7 +258,7 @@ def test_memory_that_broke_meanwhile_voids_it() -> None:
 # --- without room --------------------------------------------------------------------------------
 
 
-def test_an_index_without_a_number_left_searches() -> None:
+def test_an_index_without_a_number_left_replaces_what_it_holds_in_one_go() -> None:
     state = IndexState(FlatRadixIndex(max_instances=1))
     lose_a_batch(state, stored(1, 2))
     tell(state, *told((1, 5)))

@@ -11,7 +11,8 @@ from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex
 from kvatlas.indexer.budgets import BudgetSettings
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.fleet import Trust

@@ -19,7 +19,8 @@ from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, ev
 from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import FlatRadixIndex, kernel
 from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState

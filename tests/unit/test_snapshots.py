@@ -11,7 +11,8 @@ from kvatlas.events.codec import encode
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_names import sequence_of
 from kvatlas.indexer.snapshot_writing import (

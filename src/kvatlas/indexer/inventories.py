@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from kvatlas.events.bus import Bus
 from kvatlas.events.subjects import inventory_subject
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import BusUnavailable, RequestFailed
 from kvatlas.schemas.ids import InstanceId
@@ -18,51 +19,40 @@ LOOK_SECONDS = 0.01
 _logger = logging.getLogger(__name__)
 
 
-class _Place:
-    """One of few places, left once: by who has it or when its time is over."""
+class _Turn:
+    """One of few turns, ended once: by who has it or when its time is over."""
 
     def __init__(self, free: asyncio.Semaphore) -> None:
-        self._free, self._is_left = free, False
+        self._free, self._is_over = free, False
 
-    def leave(self) -> None:
-        if not self._is_left:
-            self._is_left = True
+    def end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
             self._free.release()
 
 
 class InventoryRequests:
-    """One repair at a time per instance, `max_requests` in all, with growing pauses.
+    """One repair at a time per instance, a few in all, with growing pauses; see ServiceSettings.
 
     An answer only says that the inventory is on its way through the log. The next instance has its
     turn when that has helped, so that however many are broken at once, few inventories come
-    between requests; or after the pause and no later than `timeout_seconds`, so that one which
-    does not help holds up nobody for long, and already after `patience_seconds` without an answer,
-    which is still waited for. Then the instance is asked again. Replicas ask each for
-    themselves, so the first request waits a random part of `jitter_seconds`, in which another's
-    answer may arrive. Who has not healed after `give_up_after` requests is given up once, and
-    asked on.
+    between requests; or after the pause and no later than a request's time limit, so that one which
+    does not help holds up nobody for long, and already when patience with one that does not answer
+    is over, which is still waited for. Then the instance is asked again. Replicas ask each for
+    themselves, so the first request waits a random while, in which another's answer may arrive. Who
+    has not healed after so many requests is given up once, and asked on.
     """
 
     def __init__(
         self,
         bus: Bus,
         state: IndexState,
-        *,
-        jitter_seconds: float,
-        timeout_seconds: float,
-        patience_seconds: float,
-        retry_seconds: float,
-        max_retry_seconds: float,
-        max_requests: int,
-        give_up_after: int,
+        settings: ServiceSettings,
         on_give_up: Callable[[InstanceId], None],
     ) -> None:
-        self._bus, self._state = bus, state
-        self._jitter_seconds, self._timeout_seconds = jitter_seconds, timeout_seconds
-        self._patience_seconds = patience_seconds
-        self._retry_seconds, self._max_retry_seconds = retry_seconds, max_retry_seconds
-        self._give_up_after, self._on_give_up = give_up_after, on_give_up
-        self._free = asyncio.Semaphore(max_requests)
+        self._bus, self._state, self._settings = bus, state, settings
+        self._on_give_up = on_give_up
+        self._free = asyncio.Semaphore(settings.max_inventory_requests)
         #: instances with a task of their own, or about to get one
         self._wanted: set[InstanceId] = set()
         #: those of `_wanted` without a task yet, so it needs no bound of its own
@@ -83,27 +73,32 @@ class InventoryRequests:
                 tasks.create_task(self._ask(await self._news.get()))
 
     async def _ask(self, instance: InstanceId) -> None:
-        await asyncio.sleep(random.random() * self._jitter_seconds)
+        await asyncio.sleep(random.random() * self._settings.inventory_jitter_seconds)
         while self._wants(instance):
             await self._ask_until_healed(instance)
         self._wanted.discard(instance)
 
     async def _ask_until_healed(self, instance: InstanceId) -> None:
         """Ask with growing pauses; the last one passes also after it has healed."""
-        for number, pause in enumerate(pauses(self._retry_seconds, self._max_retry_seconds)):
-            if number == self._give_up_after:
+        settings = self._settings
+        seconds = settings.inventory_retry_seconds, settings.inventory_max_retry_seconds
+        for number, pause in enumerate(pauses(*seconds)):
+            if number == settings.max_vain_inventory_requests:
                 self._on_give_up(instance)
-            waited_seconds = await self._ask_once(instance, min(pause, self._timeout_seconds))
+            at_most = min(pause, settings.inventory_timeout_seconds)
+            waited_seconds = await self._ask_once(instance, at_most)
             has_healed = not self._wants(instance)
             await asyncio.sleep(pause - waited_seconds)
             if has_healed or not self._wants(instance):
                 return
 
     async def _ask_once(self, instance: InstanceId, seconds: float) -> float:
-        """Ask when there is a place; return how long it was waited for help after the answer."""
+        """Ask when it is its turn; return for how many seconds an answer was given to help."""
         await self._free.acquire()
-        place = _Place(self._free)
-        timer = asyncio.get_running_loop().call_later(self._patience_seconds, place.leave)
+        turn = _Turn(self._free)
+        timer = asyncio.get_running_loop().call_later(
+            self._settings.inventory_patience_seconds, turn.end
+        )
         try:
             if self._wants(instance) and await self._request(instance):
                 timer.cancel()
@@ -111,7 +106,7 @@ class InventoryRequests:
             return 0.0
         finally:
             timer.cancel()
-            place.leave()
+            turn.end()
 
     def _wants(self, instance: InstanceId) -> bool:
         return self._state.fleet.wants_inventory(instance)
@@ -120,7 +115,9 @@ class InventoryRequests:
         """Return whether there was an answer."""
         self.num_requests += 1
         try:
-            await self._bus.request(inventory_subject(instance), b"", self._timeout_seconds)
+            await self._bus.request(
+                inventory_subject(instance), b"", self._settings.inventory_timeout_seconds
+            )
         except (BusUnavailable, RequestFailed) as error:
             self.num_failed_requests += 1
             _logger.info("no inventory of %s yet: %s", instance, error)

@@ -68,7 +68,7 @@ class NamedIndex:
     def __init__(self, index: Matcher) -> None:
         self._index = index
         self._by_number: dict[int, Named] = {}
-        #: number in the index -> its instance; all three change by the methods below only
+        #: number in the index -> its instance; all four change by the methods below only
         self.by_number: Mapping[int, Named] = MappingProxyType(self._by_number)
         #: instances whose blocks count for nothing in a match, while they have a place
         self.excluded: frozenset[InstanceId] = frozenset()

@@ -188,8 +188,8 @@ class IndexReader(Protocol):
     def serving(self, model: str) -> list[InstanceView]:
         """Return the instances that serve a model or adapter: up and not gone.
 
-        Made for every request: the list is shared and kept while `fleet_version` stands, so do not
-        change it; seq, digests and counts in it are those of its making.
+        Asked for every request: the list is shared and kept while nobody on it changes, so do not
+        change it; seq, digests, counts and reasons on it may be of when an instance changed last.
         """
         ...
 

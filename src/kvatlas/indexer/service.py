@@ -16,20 +16,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Self
 
-from msgspec import Struct
-
 from kvatlas.events.bus import Bus, Message, Subscription
 from kvatlas.events.codec import encode
 from kvatlas.events.leases import watch_leases
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import control_subject
-from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
+from kvatlas.indexer.budgets import EventBudgets
 from kvatlas.indexer.dead_letter_writing import DeadLetterSettings, DeadLetterWriter, poison_of
 from kvatlas.indexer.inventories import InventoryRequests
 from kvatlas.indexer.lapses import LeaseLapses
 from kvatlas.indexer.live import LiveIndex
 from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.reports import EffectLog
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.publication import IndexPublication, Pulse
 from kvatlas.indexer.snapshot import Room
@@ -72,41 +71,6 @@ class Lag(NamedTuple):
     seconds_since_contact: float
 
 
-class ServiceSettings(Struct, frozen=True):
-    """How patient the service is."""
-
-    #: how often the broker is asked for the log's end; rare makes `lag` coarse
-    poll_seconds: float = 0.5
-    #: silent for this long by the broker's clock is `stale`; below the interval of digests, live
-    #: instances look stale between them
-    stale_seconds: float = 15.0
-    #: an ended lease counts after this, unless it is taken again
-    lease_ended_seconds: float = 0.5
-    #: the same for an instance that was never seen with a lease
-    lease_missing_seconds: float = 30.0
-    #: pause after the broker refused a record about an instance
-    record_retry_seconds: float = 5.0
-    #: this soon after a connect only who renewed a lease since is declared dead; below the interval
-    #: of renewals, an outage longer than a lease's time to live kills the whole fleet
-    lease_settling_seconds: float = 10.0
-    #: a first request for an inventory waits up to this, so that replicas do not ask at once
-    inventory_jitter_seconds: float = 0.2
-    inventory_timeout_seconds: float = 2.0
-    #: who has not answered after this lets another one be asked meanwhile
-    inventory_patience_seconds: float = 0.25
-    #: pause before asking again, doubled each time up to the maximum
-    inventory_retry_seconds: float = 1.0
-    inventory_max_retry_seconds: float = 30.0
-    #: repairs under way at a time; more heal a broken fleet sooner and delay answers meanwhile
-    max_inventory_requests: int = 1
-    #: after so many in vain, half a minute by the pauses above, what the instance is believed to
-    #: hold is dropped
-    max_vain_inventory_requests: int = 6
-    budget: BudgetSettings = BudgetSettings()
-    #: how often the index is counted anew, to find memory that has changed by itself; 0 never
-    audit_seconds: float = 600.0
-
-
 class IndexService:
     """Keeps an IndexState at the end of the log for as long as it is entered.
 
@@ -138,18 +102,7 @@ class IndexService:
         self._publication = shared and IndexPublication(shared, self._live, state)
         self._window: AbstractContextManager[object] = self._publication or nullcontext()
         self._log = EffectLog(_logger)
-        self.inventories = InventoryRequests(
-            bus,
-            state,
-            jitter_seconds=self._settings.inventory_jitter_seconds,
-            timeout_seconds=self._settings.inventory_timeout_seconds,
-            patience_seconds=self._settings.inventory_patience_seconds,
-            retry_seconds=self._settings.inventory_retry_seconds,
-            max_retry_seconds=self._settings.inventory_max_retry_seconds,
-            max_requests=self._settings.max_inventory_requests,
-            give_up_after=self._settings.max_vain_inventory_requests,
-            on_give_up=self._give_up,
-        )
+        self.inventories = InventoryRequests(bus, state, self._settings, self._give_up)
         self._budgets = EventBudgets(self._settings.budget)
         #: (worker, rank) -> bytes since budgets were last looked at
         self._said: dict[tuple[str, int], int] = {}

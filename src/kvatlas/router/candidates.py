@@ -77,6 +77,7 @@ class Candidates:
     ) -> None:
         self._index, self._loads, self._overlay = index, loads, overlay
         self._fleet_key = fleet_key
+        #: of the index, when who may serve was looked up last
         self._fleet_version = -1
         self._lineups: dict[tuple[str, str | None], _Known] = {}
         #: without a salt only, so that no salt outlives its request
@@ -168,9 +169,9 @@ class Candidates:
         if known is not None and known.version == version:
             return known.lineup
         serving = self._index.serving(model)
+        self._lineups.pop((model, lora), None)
         lineup = known and known.lineup.revised(known.serving, serving)
         if lineup is None:
-            self._lineups.pop((model, lora), None)
             lineup = line_up(serving, model, lora)
         if len(self._lineups) >= MAX_CACHED_MODELS:
             self._lineups.clear()

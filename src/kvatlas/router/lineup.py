@@ -150,6 +150,7 @@ class Lineup:
     ) -> "Lineup | None":
         """Return the lineup for those that serve now, made from this one for those before.
 
+        It has to be whole, as `line_up` makes it, not `without` or `muting` anybody.
         Only what hangs on trust, epoch and mutes is made anew, and only for whom it has changed.
         None where that is not enough: somebody has come, gone, or describes itself otherwise.
         """
@@ -177,12 +178,11 @@ class Lineup:
             shown[line] = _shown(seats[line], self.infos[line])
             traits[line, k.TRUST] = _trust_number(view.trust)
         traits.flags.writeable = False
-        # where cached properties keep what they have found
-        found = vars(made)
-        found |= {name: kept for name, kept in vars(self).items() if name in _LASTING}
-        found |= {"seats": tuple(seats), "shown": tuple(shown), "traits": traits}
+        kept = {name: column for name, column in vars(self).items() if name in _LASTING}
         if all(view.epoch == self.views[line].epoch for line, view in changed.items()):
-            found["loads"] = self.loads
+            kept["loads"] = self.loads
+        # where cached properties look first
+        vars(made).update(kept, seats=tuple(seats), shown=tuple(shown), traits=traits)
         return made
 
     # --- parts -----------------------------------------------------------------------------------

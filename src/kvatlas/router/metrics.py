@@ -209,7 +209,7 @@ class StateCollector(Collector):
             ("kv_outbox_dropped", "Times an instance lost events before the log", stats.resyncs),
             ("kv_digest_mismatch", "Digests unlike the index", stats.digest_mismatches),
             ("kv_digest_match", "Digests equal to the index", stats.digest_matches),
-            ("kv_repairs", "Tiers replaced by an inventory", stats.inventories),
+            ("kv_repairs", "Tiers that an inventory has told to the end", stats.inventories),
             ("kv_repairs_dropped", "Inventories out of date or cut", stats.dropped_inventories),
             ("kv_forgotten", "Instances forgotten for want of an inventory", stats.forgotten),
             ("kv_throttles", "Times an instance exceeded its budget", stats.throttles),

@@ -9,9 +9,9 @@ from kvatlas.schemas.routing import CandidateScore
 
 _TIER_NAMES = tuple(tier.name for tier in Tier)
 _BEST_TIER = _TIER_NAMES[0]
-#: what is shown of a line: held, predicted, queued; cost, terms, the pull's time, the match
-_asked = Struct("6d 8x d").unpack_from
-_price = Struct("8d 16x 2d").unpack_from
+#: of a line's columns, see price_kernel: HELD, PREDICTED, QUEUED; and COST, TERMS, PULL_MS, MATCH
+_unpack_held = Struct("6d 8x d").unpack_from
+_unpack_price = Struct("8d 16x 2d").unpack_from
 
 
 def scores_of(slate: Slate, lines: list[int]) -> tuple[CandidateScore, ...]:
@@ -22,10 +22,9 @@ def scores_of(slate: Slate, lines: list[int]) -> tuple[CandidateScore, ...]:
     price_at = k.COST * cell_bytes
     for line in lines:
         at = line * row_bytes
-        hbm, dram, ssd, remote, other, waiting, queued = _asked(cells, at)
-        cost, wait, tier_load, predicted, trust, pull, compute, balance, pull_ms, blocks = _price(
-            cells, at + price_at
-        )
+        hbm, dram, ssd, remote, other, predicted_blocks, queued = _unpack_held(cells, at)
+        price = _unpack_price(cells, at + price_at)
+        cost, wait, tier_load, predicted, trust, pull, compute, balance, pull_ms, blocks = price
         worker, rank, base_url, worker_trust, block_tokens = shown[line]
         match_tokens = int(blocks) * block_tokens
         by_tier: dict[str, int] = {}
@@ -53,7 +52,7 @@ def scores_of(slate: Slate, lines: list[int]) -> tuple[CandidateScore, ...]:
             by_tier,
             cost,
             terms,
-            int(waiting) * block_tokens if waiting else 0,
+            int(predicted_blocks) * block_tokens if predicted_blocks else 0,
             # expected: the terms that only steer are left out, and what they replace put in
             queued + tier_load + predicted + trust + pull_ms + compute,
             mutes.get(slate.instance(line), "") if mutes else "",

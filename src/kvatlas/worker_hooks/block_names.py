@@ -7,7 +7,6 @@ store with tokens --parent known--> names --> the runs of it that are news are t
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.ids import Tier
 from kvatlas.worker_hooks.held_blocks import HeldBlocks
-from kvatlas.worker_hooks.kv_groups import KvGroups
 from kvatlas.worker_hooks.parking import Parking
 from kvatlas.worker_hooks.pooled import PooledBlocks
 from kvatlas.worker_hooks.raw_events import RawStored
@@ -26,7 +25,6 @@ class BlockNames:
         self,
         held: HeldBlocks,
         usable: UsableBlocks,
-        groups: KvGroups,
         telling: Telling,
         pooled: PooledBlocks | None,
         *,
@@ -34,7 +32,7 @@ class BlockNames:
         include_tokens: bool,
         max_parked_bytes: int,
     ) -> None:
-        self._held, self._usable, self._groups = held, usable, groups
+        self._held, self._usable = held, usable
         self._telling, self._pooled = telling, pooled
         self._block_bytes, self._include_tokens = 4 * block_tokens, include_tokens
         self._parking = Parking(max_parked_bytes)
@@ -101,8 +99,7 @@ class BlockNames:
                         self._say_run(event, root, parent, chain, run_start, position, run_has_news)
                         run_start, run_has_news = position, False
                         usable.withdraw(engine_hash, block)
-                        held.drop_copies({engine_hash})
-                        block.holders = self._groups.bit(event.group, event.tier)
+                        held.hold_anew(engine_hash, block, event)
                     held.name(block, block_hash, root, before, above)
                     if self._pooled is not None:
                         self._pooled.named(block_hash)

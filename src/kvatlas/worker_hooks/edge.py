@@ -75,7 +75,6 @@ class Edge:
         self._names = BlockNames(
             self._held,
             self._usable,
-            self._groups,
             self._telling,
             self._pooled,
             block_tokens=self.block_tokens,

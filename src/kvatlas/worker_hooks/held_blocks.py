@@ -76,6 +76,11 @@ class HeldBlocks:
                 self._further[engine_hash, bit] = further + 1
         return came
 
+    def hold_anew(self, engine_hash: EngineHash, block: HeldBlock, event: RawStored) -> None:
+        """Hold a block as this store says and no more: its engine hash was another block's."""
+        self.drop_copies({engine_hash})
+        block.holders = self._groups.bit(event.group, event.tier)
+
     def drop_copy(self, engine_hash: EngineHash, bit: int) -> bool:
         """Hold a block once less; return False if it is held once only, which changes nothing."""
         further = self._further.pop((engine_hash, bit), 0) if self._further else 0

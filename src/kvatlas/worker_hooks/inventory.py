@@ -7,7 +7,8 @@ from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import Inventory
 from kvatlas.worker_hooks.residency import Residency
 
-#: hashes in one part, which readers fold in one go: their requests wait meanwhile, 0.1 to 0.2 ms
+#: hashes in one part, which readers fold in one go while their requests wait (tests/bench/index.py
+#: has the time of events of 512); larger ones make them wait longer, smaller ones are more batches
 MAX_PART_BLOCKS = 512
 
 

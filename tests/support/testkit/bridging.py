@@ -10,7 +10,8 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import events_stream
 from kvatlas.indexer import ReferenceIndex
 from kvatlas.indexer.reader import InstanceView
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier

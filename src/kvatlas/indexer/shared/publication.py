@@ -32,7 +32,7 @@ class PublishedFleet(Struct, frozen=True, array_like=True):
     """All about instances that is not in the arrays.
 
     Places, trust and whatever else `IndexReader.fleet_version` moves with are as of now, the rest
-    as of the last pulse: counts, digests, and who has said how much.
+    as of the last pulse: counts, digests, reasons, and who has said how much.
     """
 
     places: list[Place]
@@ -139,7 +139,7 @@ class IndexPublication:
         with self:
             self._header[h.IS_ENDED] = 1
 
-    def _versions(self) -> "_Versions":
+    def _versions(self) -> _Versions:
         folded = self._places.fleet_version
         laid_over = self._index.fleet_version - folded
         return _Versions(folded, laid_over, self._places.places_version)

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 from kvatlas.events.bus import Bus
 from kvatlas.indexer.flat import FlatRadixIndex
-from kvatlas.indexer.service import IndexService, ServiceSettings
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import BatchArrived, Effect, Stimulus
 from kvatlas.schemas.digest import TierDigest
