@@ -113,5 +113,9 @@ async def test_a_gap_is_healed_by_the_owner(bus: NatsBus) -> None:
     await bus.serve(inventory_subject(W1), answer)
     async with IndexService(bus, IndexState(ReferenceIndex()), settings=FAST) as service:
         await publish(bus, a_batch(up(), stored(1)), a_batch(stored(3), seq=3))
-        await until(lambda: [m.trust for m in service.index.match(hashes(1, 2))] == [Trust.exact])
-        assert service.index.match(hashes(1, 2))[0].num_blocks == 2
+
+        def found() -> list[tuple[Trust, int]]:
+            return [(m.trust, m.num_blocks) for m in service.index.match(hashes(1, 2))]
+
+        await until(lambda: found() == [(Trust.exact, 2)])
+        assert service.state.stats().gaps == 1
