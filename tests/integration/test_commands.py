@@ -191,7 +191,7 @@ async def test_a_sidecar_runs_apart_from_its_engine(tmp_path: Path) -> None:
         (["serve", "--set", "router.prot=1"], 1, "did you mean router.port?"),
         (["serve", "--set", "router.port"], 1, "SECTION.KEY=VALUE"),
         (["serve", "--port", "0", "--policy", "best"], 1, "no policy 'best'; known:"),
-        (["serve", "--archive", "nonsense://x"], 1, "known databases are sqlite"),
+        (["serve", "--port", "0", "--archive", "nonsense://x"], 1, "known databases are sqlite"),
         (["demo", "--workers", "0"], 2, "--workers"),
         (["demo", "--trace", "absent.jsonl"], 1, "absent.jsonl"),
         (["replay", "--archive", "sqlite:///absent.db"], 1, "absent.db"),

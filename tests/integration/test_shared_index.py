@@ -8,8 +8,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from kvatlas.indexer import fence_kernel
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.publication import IndexPublication, Pulse
 from kvatlas.indexer.shared.reader import SharedIndexReader
@@ -177,6 +180,33 @@ def test_a_writer_that_dies_within_a_change_is_not_waited_for(tmp_path: Path) ->
     assert reader.match(hashes(1)) == []
     assert [view.instance for view in reader.serving(MODEL)] == [InstanceId("w1", 0)]
     assert time.monotonic() - started < 20  # forever, if it waited
+    arrays.close()
+
+
+def test_what_was_listed_while_a_writer_stood_still_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still at the very end of a change, when readers see its version already."""
+    arrays = SharedArrays(tmp_path)
+    state = IndexState(tiny_index(arrays=arrays))
+    publication = IndexPublication(arrays, state, state)
+    reader = SharedIndexReader(tmp_path)
+    publication.pulse(PULSE)
+    with publication:
+        state.handle(arrived(a_batch(up(), stored(1, 2)), 1))
+    assert [view.trust for view in reader.serving(MODEL)] == [Trust.exact]
+    close = fence_kernel.close_window
+
+    def late(header: NDArray[np.uint64]) -> None:
+        assert reader.fleet_version
+        reader.serving(MODEL)
+        close(header)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fence_kernel, "close_window", late)
+        with publication:
+            state.handle(arrived(a_batch(stored(3), seq=3), 2))
+    assert [view.trust for view in reader.serving(MODEL)] == [Trust.degraded]
     arrays.close()
 
 

@@ -4,11 +4,13 @@ from array import array
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.indexer import prompt_kernel
 from kvatlas.router.requests import ScoreRequest, decode_score_request
+from kvatlas.schemas.errors import InvalidRequest
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
 from kvatlas.schemas.settings import RouterSettings
@@ -112,3 +114,15 @@ def test_hashes_see_what_their_group_holds(
     alone.tell("elsewhere")  # both logs have one length, which answers tell
     for request in in_hashes(prompt, lora, mine, is_told=True).values():
         assert fleet.router().score(request) == alone.router().score(request)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [b'"token_ids": [1, 2]', b'"num_tokens": 16, "block_hashes": ["%b"]' % (b"a" * 32)],
+)
+def test_a_prompt_that_is_named_twice_is_what_it_is_last(prompt: bytes) -> None:
+    """As in all of JSON that is read here, also where the list is cut out and read by itself."""
+    field = prompt[: prompt.index(b": [")].rpartition(b" ")[2].strip(b'"').decode()
+    body = b'{"model": "m", %b, "%b": null}' % (prompt, field.encode())
+    with pytest.raises(InvalidRequest, match=f"expected .*{field}"):
+        decode_score_request(body, JSON, SETTINGS)

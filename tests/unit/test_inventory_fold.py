@@ -1,10 +1,12 @@
 """An inventory takes the place of what was known, all tiers at once, without a search."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
 from kvatlas.indexer.index import PrefixIndex
-from kvatlas.indexer.reader import Roll
+from kvatlas.indexer.reader import Roll, TreeRun
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import AuditFailed
 from kvatlas.schemas.fleet import Trust
@@ -186,6 +188,16 @@ def test_what_was_withheld_of_a_muted_namespace_comes_bit_by_bit(
     seq = tell(state, *told((1, 2, 3), (4,)), NamespacesMuted(b""))
     tell(state, *digests(1, 2, 3), first_seq=seq)
     assert set(held_by(state, W1)) == {1, 2, 3, 4}
+
+
+def walk(runs: Sequence[TreeRun]) -> list[TreeRun]:
+    return [each for run in runs for each in (run, *walk(run.children))]
+
+
+def test_the_tree_has_no_run_of_what_is_being_told(state: IndexState) -> None:
+    lose_a_batch(state, stored(1, 2))
+    tell(state, inventory(7, 8, 9, as_of=3, part=1, parts=2))
+    assert {run.holders for run in walk(state.tree(9, 9))} == {(W1,)}
 
 
 # --- cut short -----------------------------------------------------------------------------------

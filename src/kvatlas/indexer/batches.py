@@ -41,6 +41,8 @@ from kvatlas.schemas.kv_events import (
 
 #: characters kept of a reason; it stands in every answer about the instance
 MAX_REASON = 200
+#: a counter stays there: what is encoded has 64 bits, and an instance says by how much it rises
+MAX_COUNT = 2**63 - 1
 _NEXT, _GONE = Verdict.next, Trust.gone
 #: kinds of events whose loss can leave the index wrong
 _STATEFUL = frozenset(
@@ -157,7 +159,8 @@ class BatchFold:
     def _take_gap(self, instance: Instance, found: int, effects: list[Effect]) -> None:
         expected = instance.seq + 1
         self._counters.gaps += 1
-        self._counters.missing_batches += found - expected
+        missing = self._counters.missing_batches + found - expected
+        self._counters.missing_batches = min(missing, MAX_COUNT)
         effects.append(ReportGap(instance.id, instance.epoch, expected, found))
         damage = Damage.gap if instance.seq else Damage.unknown_history
         self._fleet.damage(instance, damage, f"expected {expected}, got {found}", effects)

@@ -36,6 +36,8 @@ class Damage(StrEnum):
     rejected_event = "rejected_event"
     #: this reader lost a part of the stream; the instance's next batch tells whether it matters
     stream_hole = "stream_hole"
+    #: it gave no inventory, so what it was believed to hold was dropped
+    forgotten = "forgotten"
     #: the index had no room for what it holds
     index_full = "index_full"
     #: whoever speaks for it has missed something of the engine for good

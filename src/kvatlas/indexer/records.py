@@ -63,8 +63,12 @@ class Records:
             self._fleet.report_trust(instance, effects)
 
     def _forget(self, instance: Instance) -> None:
-        """Drop what it was believed to hold; what it says from now on counts, in doubt as ever."""
+        """Drop what it was believed to hold; what it says from now on counts, in doubt as ever.
+
+        The doubt has to be one that its next batch cannot take back: it held something.
+        """
         self._fleet.counters.forgotten += 1
+        self._fleet.doubt(instance, Damage.forgotten, "")
         self._fleet.empty(instance)
 
     def _throttle(self, instance: Instance, broker_ns: int) -> None:

@@ -1,7 +1,7 @@
 """Which blocks each instance holds: events about blocks become steps of the index.
 
 Called by IndexState alone, which has settled epoch and sequence before. An instance without a
-number is one that the index had no room for: its events pass without effect.
+number is one that the index had no room for: it gets one when it stores something, or is in doubt.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,11 @@ class Residency:
         self._named = NamedIndex(index)
         self.inventories = InventoryFold(index, self._named)
 
-    def admit(self, instance: Instance) -> None:
-        """Give the instance an empty place; raises IndexFull."""
-        instance.number = self._index.add_instance()
-        self._named.admit(instance.number, instance)
+    def admit(self, instance: Instance) -> int:
+        """Give the instance an empty place and return its number; raises IndexFull."""
+        number = instance.number = self._index.add_instance()
+        self._named.admit(number, instance)
+        return number
 
     def release(self, instance: Instance) -> None:
         """Forget all that the instance holds and was telling, at once."""
@@ -78,15 +79,14 @@ class Residency:
         """Add runs of blocks to one tier."""
         tier = events[0].tier
         self._touch(instance, tier)
-        if instance.number is None:
-            return
+        number = self.admit(instance) if instance.number is None else instance.number
         if len(events) == 1:
             (event,) = events
             parent = event.parent or event.root
-            self._index.store(instance.number, tier, parent, event.hashes)
+            self._index.store(number, tier, parent, event.hashes)
         else:
             runs = [(event.parent or event.root, event.hashes) for event in events]
-            self._index.store_runs(instance.number, tier, runs)
+            self._index.store_runs(number, tier, runs)
 
     def remove(self, instance: Instance, *events: BlockRemoved) -> None:
         """Take blocks out of one tier."""
@@ -141,11 +141,12 @@ class Residency:
         return self._named.holders(block_hash)
 
     def tree(self, depth: int, width: int) -> list[TreeRun]:
-        """Return the radix view with instances by name."""
-        return [self._run(node) for node in self._index.tree(depth, width)]
+        """Return the radix view with instances by name, but for runs that show in no answer yet."""
+        runs = map(self._run, self._index.tree(depth, width))
+        return [run for run in runs if run.holders]
 
     def num_blocks(self) -> int:
-        """Return the number of distinct blocks."""
+        """Return the number of distinct blocks, also of those that show in no answer yet."""
         return self._index.num_blocks()
 
     def memory_bytes(self) -> int:
@@ -195,5 +196,5 @@ class Residency:
             holders=self._named.shown(node.holders),
             num_pairs=node.num_pairs,
             num_children=node.num_children,
-            children=tuple(self._run(child) for child in node.children),
+            children=tuple(run for run in map(self._run, node.children) if run.holders),
         )

@@ -112,8 +112,9 @@ class IndexState:
             self.fleet.counters.audit_failures += 1
             trust = instance.trust
             instance.doubt_tier(tier, Damage.broken_memory, tier.name)
-            instance.wants_inventory = True
-            effects.append(RequestInventory(instance.id, instance.epoch))
+            if not instance.throttled_ns:  # an inventory would have no effect
+                instance.wants_inventory = True
+                effects.append(RequestInventory(instance.id, instance.epoch))
             if instance.trust is not trust:
                 self.fleet.report_trust(instance, effects)
 

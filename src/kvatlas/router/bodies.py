@@ -204,8 +204,8 @@ def _read_quickly(body: bytes) -> tuple[ScoreBody, str, bytes] | None:
     """Return a body, its prompt's field and what that has, packed, without an object for each item.
 
     The list is cut out and read by itself, a null stands in its place. None unless it is the first
-    list in the body, has token ids or hashes only, and the rest is a valid body with no other
-    prompt.
+    list in the body, has token ids or hashes only, and the rest is a valid body that names no other
+    prompt, nor this one again.
     """
     begin = body.find(b"[")
     name = _LISTS.search(body[max(begin - _NAME_BYTES, 0) : begin]) if begin > 0 else None
@@ -217,8 +217,11 @@ def _read_quickly(body: bytes) -> tuple[ScoreBody, str, bytes] | None:
     if read is None:
         return None
     packed, end = read
+    rest = body[:begin] + b"null" + body[end:]
+    if rest.count(b'"%b"' % name[1]) > 1:
+        return None
     try:
-        parsed = _score_json.decode(body[:begin] + b"null" + body[end:])
+        parsed = _score_json.decode(rest)
     except (msgspec.DecodeError, RecursionError):
         return None
     return (parsed, field, packed) if _prompts_of(parsed) == _NO_PROMPT else None

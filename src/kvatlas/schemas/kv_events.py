@@ -23,7 +23,8 @@ MUTED_WIRE_VERSION = 101
 
 #: ms since 1970 or a little more; nothing far in the future, which no later epoch could pass
 Epoch = Annotated[int, Meta(ge=1, le=2**44)]
-Sequence = Annotated[int, Meta(ge=1)]
+#: more than any instance can say in an epoch, and numbers about them still fit into 64 bits
+Sequence = Annotated[int, Meta(ge=1, le=2**53)]
 Hash16 = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
 #: namespaces in one NamespacesMuted
 MAX_MUTED_ROOTS = 4096

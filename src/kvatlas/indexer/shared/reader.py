@@ -87,6 +87,8 @@ class AttachedState:
         self.num_retries = 0
         #: the writer stood still in the middle of a change when it was asked last
         self._is_stuck = False
+        #: times that this began or ended
+        self._num_stalls = 0
         #: what the writer left at rest cannot be read
         self._is_unreadable = False
         #: the header whose files could not be read
@@ -126,7 +128,9 @@ class AttachedState:
 
     @property
     def fleet_version(self) -> int:
-        return (self._num_writers << 40) + int(self._header[h.FLEET_VERSION])
+        # what is listed while the writer stands still may be older than the version it has told
+        told = (self._num_writers << 40) + int(self._header[h.FLEET_VERSION])
+        return told + self._num_stalls
 
     # --- answers: see IndexReader --------------------------------------------------------------
 
@@ -183,14 +187,14 @@ class AttachedState:
             while True:
                 answered, answer = self._try(ask, nothing)
                 if answered:
-                    self._is_stuck = False
+                    self._note_stuck(False)
                     return answer
                 attempts += 1
                 self.num_retries += 1
                 if attempts == 1:
                     give_up_at = time.monotonic() + MAX_WINDOW_SECONDS
                 elif time.monotonic() > give_up_at:
-                    self._is_stuck = True
+                    self._note_stuck(True)
                     return nothing
                 if attempts >= PATIENT_ATTEMPTS:
                     self._header[self._pause] = time.monotonic_ns() + PAUSE_NS
@@ -198,6 +202,10 @@ class AttachedState:
         finally:
             if attempts >= PATIENT_ATTEMPTS:
                 self._header[self._pause] = 0
+
+    def _note_stuck(self, is_stuck: bool) -> None:
+        self._num_stalls += is_stuck != self._is_stuck
+        self._is_stuck = is_stuck
 
     def _try(self, ask: Callable[[], T], nothing: T) -> tuple[bool, T]:
         """Ask once; return whether nobody wrote meanwhile, and the answer."""
