@@ -71,7 +71,7 @@ class Edge:
         self._telling = Telling(model, descriptor, fleet_key, self._held.used_roots)
         self.residency, self.counters = self._telling.residency, self._telling.counters
         self._usable = UsableBlocks(self._held, self._groups, self._telling)
-        self._pooled = PooledBlocks(self._telling, self._held.place_of) if has_pool else None
+        self._pooled = PooledBlocks(self._telling, self._held.position_of) if has_pool else None
         self._names = BlockNames(
             self._held,
             self._usable,

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from kvatlas.schemas.ids import Tier
 from kvatlas.worker_hooks.kv_groups import KvGroups
-from kvatlas.worker_hooks.pooled import Place
+from kvatlas.worker_hooks.pooled import Position
 from kvatlas.worker_hooks.raw_events import EngineHash, RawStored
 
 
@@ -156,7 +156,7 @@ class HeldBlocks:
         """Return the namespaces of all blocks that have a name. O(blocks)."""
         return {block.root for block in self.by_engine_hash.values() if block.root}
 
-    def place_of(self, block_hash: bytes) -> Place | None:
+    def position_of(self, block_hash: bytes) -> Position | None:
         """Return root and parent of a block by our hash; needs `finds_names`."""
         block = self._by_name.get(block_hash)
         return None if block is None else (block.root, block.parent)
