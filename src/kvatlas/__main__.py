@@ -9,7 +9,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import kvatlas.bridge_command
         import kvatlas.dead_letters_command
-        import kvatlas.engine_commands  # noqa: F401 - registers its commands
+        import kvatlas.engine_commands
+        import kvatlas.settings_command  # noqa: F401 - registers its command
         from kvatlas.commands import run_command
     except ModuleNotFoundError as error:
         print(f"{error}: pip install 'kvatlas[cli]'", file=sys.stderr)

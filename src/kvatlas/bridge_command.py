@@ -11,6 +11,7 @@ import typer
 from kvatlas.command_line import (
     Config,
     Creds,
+    ModelName,
     Nats,
     SetFlags,
     WorkerName,
@@ -20,6 +21,7 @@ from kvatlas.command_line import (
     with_broker,
 )
 from kvatlas.commands import app
+from kvatlas.schemas.ids import MAX_RANK
 from kvatlas.worker_hooks.log_lines import write_log_lines
 
 
@@ -27,7 +29,7 @@ from kvatlas.worker_hooks.log_lines import write_log_lines
 def bridge(
     engine: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")],
     worker: WorkerName,
-    model: Annotated[str, typer.Option(help="Model of the engine, as requests name it.")],
+    model: ModelName,
     endpoint: Annotated[
         str, typer.Option(help="Where the engine publishes, tcp://HOST:PORT.")
     ] = "",
@@ -35,7 +37,8 @@ def bridge(
         str, typer.Option(help="Its replay socket; none: what is missed is missed for good.")
     ] = "",
     rank: Annotated[
-        int | None, typer.Option(min=0, help="The only rank, at exactly these endpoints.")
+        int | None,
+        typer.Option(min=0, max=MAX_RANK, help="The only rank, at exactly these endpoints."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks 0..N-1, at ports that count up.")

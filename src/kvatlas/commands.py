@@ -25,7 +25,9 @@ from kvatlas.command_line import (
     DataFolder,
     HttpPort,
     JsonFlag,
+    ModelName,
     Nats,
+    NatsOrEmbedded,
     ParentPid,
     PolicyName,
     Rate,
@@ -34,13 +36,20 @@ from kvatlas.command_line import (
     Speed,
     WorkerName,
     Workers,
+    check_file,
+    check_folder,
     exit_as,
+    extra_of,
     fingerprint_of,
+    for_serving,
     settings_from,
+    with_archive,
     with_broker,
+    with_index,
 )
 from kvatlas.doctor.command import doctor
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
+from kvatlas.schemas.ids import MAX_RANK
 from kvatlas.worker_hooks.log_lines import write_log_lines
 from kvatlas.worker_hooks.process import leaves
 
@@ -48,7 +57,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Event-sourced KV-cache control plane for fleets of LLM inference engines.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.command()(doctor)
@@ -71,11 +80,29 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
             print(f"kvatlas: {leaf}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        print(f"kvatlas: {error}: pip install 'kvatlas[all]'", file=sys.stderr)
+        print(f"kvatlas: {error}: pip install 'kvatlas[{extra_of(error)}]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Event-sourced KV-cache control plane for fleets of LLM inference engines."""
 
 
 @app.command()
@@ -102,6 +129,9 @@ def demo(
     from kvatlas.demo.display import LiveDisplay, print_report, report_json
     from kvatlas.demo.run import DemoOptions, load_requests, run_demo
 
+    for_serving(settings_from(None, None, None, None, policy=policy, archive=archive, data=data))
+    if trace is not None:
+        check_file("--trace", trace)
     options = DemoOptions(
         trace, requests, workers, blocks_per_worker, block_bytes, speed,
         policy or "predicted_ttft", seed, archive, data,
@@ -119,7 +149,7 @@ def demo(
 
 @app.command()
 def serve(
-    nats: Nats = None,
+    nats: NatsOrEmbedded = None,
     creds: Creds = None,
     config: Config = None,
     set_: SetFlags = None,
@@ -147,7 +177,7 @@ def serve(
 
     write_log_lines("serve")
     named = {"port": port, "policy": policy, "archive": archive, "data": data}
-    settings = settings_from(config, nats, creds, set_, **named)
+    settings = for_serving(settings_from(config, nats, creds, set_, **named), routers)
     engines = EngineOptions(
         workers, blocks_per_worker, block_bytes, block_tokens,
         prefill_tokens_per_second, decode_tokens_per_second, speed,
@@ -189,9 +219,8 @@ def indexer(
         from kvatlas.serve import serve_indexer
 
     write_log_lines("indexer")
-    asyncio.run(
-        serve_indexer(with_broker(settings_from(config, nats, creds, set_, port=port)), json)
-    )
+    settings = with_index(with_broker(settings_from(config, nats, creds, set_, port=port)))
+    asyncio.run(serve_indexer(settings, json))
 
 
 @app.command()
@@ -224,7 +253,7 @@ def archive_(
     if not settings.archive.url:
         missing = "no archive: give --archive a database URL, such as sqlite:///kvatlas.db"
         raise InvalidSetting("archive.url", "", missing)
-    asyncio.run(serve_archive(settings, json))
+    asyncio.run(serve_archive(with_archive(settings), json))
 
 
 @app.command()
@@ -236,7 +265,7 @@ def worker(
     set_: SetFlags = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 0,
-    model: Annotated[str, typer.Option(help="Model that requests ask for.")] = "reference",
+    model: ModelName = "reference",
     blocks: Annotated[int, typer.Option(min=1, help="KV blocks of the engine.")] = 1_000,
     block_bytes: BlockBytes = 16_384,
     block_tokens: BlockTokens = 16,
@@ -250,6 +279,8 @@ def worker(
     from kvatlas.reference_worker import WorkerOptions, run_worker
 
     write_log_lines(f"worker {name}")
+    if folder:
+        check_folder("--folder", Path(folder))
     options = WorkerOptions(
         name=name,
         settings=with_broker(settings_from(config, nats, creds, set_)),
@@ -289,6 +320,8 @@ def replay(
     from kvatlas.reports import match_lines, replay_lines, report_json
 
     fleet_key = settings_from(config, None, None, set_).fleet.key_bytes
+    if match is not None:
+        check_file("--match", match)
     tokens = None if match is None else read_tokens(match)
     moment = Moment(until_seq, None if until_time is None else parse_time(until_time))
     replayed = asyncio.run(replay_archive(archive, moment))
@@ -333,11 +366,11 @@ def check(
 @app.command()
 def sidecar(
     worker: WorkerName,
-    model: Annotated[str, typer.Option(help="Model of the engine.")],
+    model: ModelName,
     ring: Annotated[Path, typer.Option(help="The ring that the engine's hook has made.")],
     socket: Annotated[Path, typer.Option(help="Where the engine asks for pulls.")],
     base_url: Annotated[str, typer.Option(help="Where the engine takes requests.")] = "",
-    rank: Annotated[int, typer.Option(min=0, help="Rank within the worker.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, max=MAX_RANK, help="Rank within the worker.")] = 0,
     block_tokens: BlockTokens = 16,
     kv_fingerprint: Annotated[str, typer.Option(help="32 hex digits; none: no pulls.")] = "",
     pool: Annotated[str, typer.Option(help="File of the serve pool, in shared memory.")] = "",

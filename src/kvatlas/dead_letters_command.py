@@ -18,7 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.command_line import Config, Creds, Nats, SetFlags, settings_from, with_broker
+from kvatlas.command_line import (
+    WIDTH,
+    Config,
+    Creds,
+    Nats,
+    SetFlags,
+    settings_from,
+    with_broker,
+)
 from kvatlas.commands import app
 from kvatlas.events.bus import Bus, Message
 from kvatlas.events.dead_letters import (
@@ -39,8 +47,6 @@ from kvatlas.worker_hooks.process import signals_call
 CONNECT_SECONDS = 10.0
 #: messages that --follow remembers to have shown, since each replica writes its letter
 MAX_SHOWN = 100_000
-#: columns of a table that goes into a file or another program
-WIDTH = 200
 
 _COLUMNS = ("sequence", "time (UTC)", "worker", "kind", "bytes", "reason")
 
@@ -65,6 +71,8 @@ def dead_letters(
     """List the messages of the log that could not be read, with the reason; or take one out."""
     if (payload is None) != (out is None):
         raise InvalidSetting("payload", "", "--payload and --out belong together")
+    if out is not None and not out.parent.is_dir():
+        raise InvalidSetting("out", "", f"--out {out}: the folder {out.parent} does not exist")
     settings = with_broker(settings_from(config, nats, creds, set_))
     if payload is not None and out is not None:
         letter, content = asyncio.run(_found(settings, payload))

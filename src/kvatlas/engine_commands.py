@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvatlas.command_line import Creds, JsonFlag, Nats
+from kvatlas.command_line import Creds, JsonFlag
 from kvatlas.commands import app
-from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.errors import CaptureUnreadable, InvalidSetting
 from kvatlas.worker_hooks.captures import QUIET_SECONDS, Capture, CaptureFile, read_capture
 from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
 from kvatlas.worker_hooks.process import signals_call
@@ -70,10 +70,13 @@ def decode(
     report = decoding.report()
     if json:
         print(json_module.dumps(report))
-        return
-    for line in decoding.resident_lines():
-        _print(line)
-    print(", ".join(f"{key} {value}" for key, value in report["counts"].items()))
+    else:
+        for line in decoding.resident_lines():
+            _print(line)
+        print(", ".join(f"{key} {value}" for key, value in report["counts"].items()))
+    if report["counts"]["rejected"] and not decoding.num_read:
+        format_ = engine or "our own log"
+        raise CaptureUnreadable(file, f"nothing in it could be read as batches of {format_}")
 
 
 def _decoding(capture: Capture, options: DecodeOptions, folds: bool) -> Decoding | StreamDecoding:
@@ -100,7 +103,9 @@ def record(
     endpoint: Annotated[str, typer.Option(help="Where the engine publishes.")] = "",
     replay_endpoint: Annotated[str, typer.Option(help="The engine's replay socket.")] = "",
     bind: Annotated[bool, typer.Option("--bind/--connect", help="As for `bridge`.")] = False,
-    nats: Nats = None,
+    nats: Annotated[
+        str | None, typer.Option("--nats", help="Broker URL, for a worker's own batches.")
+    ] = None,
     creds: Creds = None,
     worker: Annotated[str | None, typer.Option(help="Whose batches, with --nats.")] = None,
     redact: Annotated[bool, typer.Option(help="Take prompts and tenants out.")] = False,

@@ -102,7 +102,9 @@ def bound_socket(
             if error.errno == errno.EADDRINUSE:
                 taken = f"port {port} of {host} is in use: give --port"
                 raise InvalidSetting("port", "", taken) from error
-            raise InvalidSetting("port", f"{host}:{port}", str(error)) from error
+            problem = f"{host}:{port}: {error.strerror or error}: look at router.host (a worker's"
+            problem += " --host) and --port"
+            raise InvalidSetting("router.host", "", problem) from error
         yield bound
     finally:
         bound.close()

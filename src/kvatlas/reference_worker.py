@@ -9,10 +9,11 @@ GET  /health
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -193,18 +194,23 @@ class _TransferParams(Struct, frozen=True):
     kvatlas: _KvatlasParams = _KvatlasParams()
 
 
-class _CompletionRequest(Struct, frozen=True):
+_Prompt = TypeVar("_Prompt")
+_Tokens = tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
+
+
+class _CompletionRequest(Struct, Generic[_Prompt], frozen=True):
     """The part of an OpenAI completion request that an engine without a tokenizer can serve."""
 
     model: str
-    prompt: bytes | tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
+    prompt: _Prompt
     max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 16
     cache_salt: str | None = None
     kv_transfer_params: _TransferParams = _TransferParams()
 
 
-_json_requests = msgspec.json.Decoder(_CompletionRequest)
-_msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest)
+_json_requests = msgspec.json.Decoder(_CompletionRequest[_Tokens])
+_msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest[bytes | _Tokens])
+_TEXT_PROMPT = re.compile(r"got `str` - at `\$\.prompt\b")
 
 
 def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: str) -> FastAPI:
@@ -255,15 +261,21 @@ def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: s
     return app
 
 
-def _decode(body: bytes, content_type: str) -> _CompletionRequest:
-    decoder = _msgpack_requests if content_type.startswith(MSGPACK) else _json_requests
+def _decode(body: bytes, content_type: str) -> _CompletionRequest[Any]:
+    is_msgpack = content_type.startswith(MSGPACK)
     try:
-        return decoder.decode(body)
+        return _msgpack_requests.decode(body) if is_msgpack else _json_requests.decode(body)
     except msgspec.DecodeError as error:
+        if _TEXT_PROMPT.search(str(error)):
+            problem = "expected token ids; the reference engine has no tokenizer"
+            raise InvalidRequest("prompt", problem) from error
+        if not body.strip():
+            form = "msgpack" if is_msgpack else "JSON"
+            raise InvalidRequest("body", f"an empty body, expected a {form} object") from error
         raise InvalidRequest("body", str(error)) from error
 
 
-def _completion(asked: _CompletionRequest, done: Completion) -> dict[str, Any]:
+def _completion(asked: _CompletionRequest[Any], done: Completion) -> dict[str, Any]:
     cached = done.prompt_tokens - done.computed_tokens
     return {
         "id": f"cmpl-{asked.kv_transfer_params.kvatlas.decision_id}",

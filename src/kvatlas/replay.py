@@ -21,7 +21,7 @@ from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import HoleSeen, stimulus_of
-from kvatlas.schemas.errors import InvalidRequest, UnknownModel
+from kvatlas.schemas.errors import InvalidBlock, InvalidRequest, UnknownModel
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -204,9 +204,15 @@ def read_tokens(file: Path) -> bytes:
     except OSError as error:
         raise InvalidRequest("tokens", str(error)) from error
     try:
-        return pack_tokens(msgspec.json.decode(content, type=list[int]))
-    except msgspec.DecodeError:
+        found = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    if not isinstance(found, list):
         return pack_tokens(content)
+    for place, token in enumerate(found):
+        if type(token) is not int:
+            raise InvalidBlock(f"{file}: [{place}]: expected an int")
+    return pack_tokens(found)
 
 
 def match_tokens(

@@ -82,6 +82,7 @@ async def test_the_demo_ends_with_equal_digests_and_an_equal_replay(tmp_path: Pa
     ended = await run_command("demo", "--requests", "1", "--workers", "1", "--archive", archive)
     assert ended.status == 1
     assert "the archive holds another log" in ended.err
+    assert f"{archive} has it up to" in ended.err
 
 
 async def test_roles_run_apart_on_one_broker(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ async def test_a_sidecar_runs_apart_from_its_engine(tmp_path: Path) -> None:
         (["archive", "--nats", "nats://127.0.0.1:1"], 1, "give --archive"),
         (["serve", "--set", "router.prot=1"], 1, "did you mean router.port?"),
         (["serve", "--set", "router.port"], 1, "SECTION.KEY=VALUE"),
-        (["serve", "--port", "0", "--policy", "best"], 1, "no policy 'best'; known:"),
+        (["serve", "--port", "0", "--policy", "best"], 1, "one of predicted_ttft, round_robin"),
         (["serve", "--port", "0", "--archive", "nonsense://x"], 1, "known databases are sqlite"),
         (["demo", "--workers", "0"], 2, "--workers"),
         (["demo", "--trace", "absent.jsonl"], 1, "absent.jsonl"),

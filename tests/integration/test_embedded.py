@@ -70,7 +70,9 @@ async def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
 
 async def test_a_second_server_on_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     async with embedded_server(tmp_path):
-        with pytest.raises(ServerNotStarted, match="another server runs on"):
+        with pytest.raises(
+            ServerNotStarted, match=r"another server runs on .*: stop it, or give another --data"
+        ):
             await EmbeddedServer(tmp_path).start()
     async with embedded_server(tmp_path):
         pass

@@ -196,6 +196,15 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
+ROUTES_WITHOUT_A_QUERY = [
+    "/v1/workers",
+    "/v1/index/stats",
+    "/v1/decisions/d1",
+    "/v1/requests/d1/prefilled",
+    "/v1/requests/d1/done",
+]
+
+
 class TestProblems:
     @pytest.mark.parametrize(("path", "sent", "status", "field"), WRONG)
     async def test_what_is_wrong_is_named(
@@ -224,6 +233,90 @@ class TestProblems:
         answer = await client.request(method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
         assert answer.headers["content-type"] == PROBLEM
+        if method != "HEAD":
+            template = path.replace("d1", "{decision_id}")
+            assert answer.json()["detail"] == f"{template} takes POST only"
+
+    @pytest.mark.parametrize(
+        ("path", "methods"),
+        [
+            ("/", "GET"),
+            ("/healthz", "GET"),
+            ("/v1/workers", "GET"),
+            ("/v1/index/tree", "GET"),
+            ("/v1/decisions/{decision_id}", "GET"),
+            ("/openapi.json", "GET, HEAD"),
+        ],
+    )
+    async def test_other_routes_say_what_they_take_alike(
+        self, client: httpx.AsyncClient, path: str, methods: str
+    ) -> None:
+        answer = await client.put(path.replace("{decision_id}", "d1"))
+        assert (answer.status_code, answer.headers["content-type"]) == (405, PROBLEM)
+        assert {*answer.headers["allow"].split(", ")} == {*methods.split(", ")}
+        assert answer.json()["detail"] == f"{path} takes {answer.headers['allow']} only"
+
+    @pytest.mark.parametrize("path", ROUTES_WITHOUT_A_QUERY)
+    async def test_a_query_where_none_is_known_is_refused(
+        self, client: httpx.AsyncClient, path: str
+    ) -> None:
+        method = "POST" if path.startswith("/v1/requests") else "GET"
+        answer = await client.request(method, f"{path}?dept=3")
+        assert (answer.status_code, answer.headers["content-type"]) == (400, PROBLEM)
+        told = answer.json()["field"], answer.json()["detail"]
+        assert told == ("dept", "unknown in a query; none is known here")
+
+    @pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/metrics", "/openapi.json"])
+    async def test_what_probes_and_scrapers_add_is_ignored(
+        self, client: httpx.AsyncClient, path: str
+    ) -> None:
+        assert (await client.get(f"{path}?format=prometheus")).status_code == 200
+
+    async def test_no_route_is_left_out(self, app: RouterApp) -> None:
+        other = {"/v1/score", "/v1/route", "/v1/index/tree"}
+        other |= {path for path in app.openapi()["paths"] if not path.startswith("/v1/")}
+        listed = {path.replace("/d1", "/{decision_id}") for path in ROUTES_WITHOUT_A_QUERY}
+        assert listed == {*app.openapi()["paths"]} - other
+
+    @pytest.mark.parametrize(
+        ("query", "field", "problem"),
+        [
+            ("dept=3", "dept", "unknown in a query; known are depth, width"),
+            ("depth=3&x", "x", "unknown in a query; known are depth, width"),
+            ("depth=3&depth=4", "query", "depth stands there twice"),
+        ],
+    )
+    async def test_an_unknown_name_in_a_query_is_refused(
+        self, client: httpx.AsyncClient, query: str, field: str, problem: str
+    ) -> None:
+        answer = await client.get(f"/v1/index/tree?{query}")
+        assert (answer.status_code, answer.headers["content-type"]) == (400, PROBLEM)
+        assert (answer.json()["field"], answer.json()["detail"]) == (field, problem)
+
+    @pytest.mark.parametrize("path", ["/v1/score", "/v1/route", "/v1/requests/d1/done"])
+    async def test_a_compressed_body_is_refused(self, client: httpx.AsyncClient, path: str) -> None:
+        gzip = {**JSON, "content-encoding": "gzip"}
+        answer = await client.post(path, content=b"\x1f\x8b", headers=gzip)
+        assert (answer.status_code, answer.json()["field"]) == (415, "content-encoding")
+        assert answer.json()["detail"] == "gzip is not read, expected a body as it is"
+
+    async def test_a_body_as_it_is_may_be_called_so(self, client: httpx.AsyncClient) -> None:
+        as_it_is = {**JSON, "content-encoding": "Identity"}
+        answer = await client.post("/v1/score", content=b"", headers=as_it_is)
+        assert answer.json()["detail"] == "an empty body, expected a JSON object"
+
+    async def test_a_model_whose_workers_are_gone_may_come_back(
+        self, client: httpx.AsyncClient, fleet: Fleet
+    ) -> None:
+        assert (await client.post("/v1/route", json=ask())).status_code == 200
+        fleet.down("w1")
+        fleet.down("w2")
+        for path in ("/v1/score", "/v1/route"):
+            answer = await client.post(path, json=ask())
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            told = answer.json()["field"], answer.json()["detail"]
+            gone = "who served it is gone: w1/0 (down: bye), w2/0 (down: bye)"
+            assert told == ("model", f"no worker for model 'm': {gone}")
 
     @pytest.mark.parametrize(
         ("query", "field"),

@@ -250,6 +250,8 @@ class TestHotProtocol:
             (["content-length : 1"], 400),
             ([" folded"], 400),
             (["x\x00y: 1"], 400),
+            (["content-encoding: gzip"], 415),
+            (["content-encoding: identity"], 200),
             (["expect: nothing"], 200),
             (["connection: close"], 200),
             (["x-long: " + "x" * 9_000], 200),

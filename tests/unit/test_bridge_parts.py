@@ -222,7 +222,9 @@ def test_only_ports_can_be_counted() -> None:
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({}, "neither"),
+        ({}, "no engine: give --endpoint tcp://HOST:PORT or --engine-url"),
+        ({"endpoint": "tcp://h:1", "worker": ""}, "worker.* 1 to 256 characters, found 0"),
+        ({"endpoint": "tcp://h:1", "adapters": ("a" * 257,)}, "adapter.*found 257"),
         ({"endpoint": "tcp://h:1", "rank": 0, "num_ranks": 2}, "either"),
         ({"endpoint": "tcp://h:1", "num_ranks": 0}, "at least one"),
         ({"endpoint": "tcp://h:1", "engine": "unheard"}, "unheard"),

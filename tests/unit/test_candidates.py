@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvatlas.indexer.reader import Roll
 from kvatlas.router import candidates as candidates_module
+from kvatlas.router import served_models
 from kvatlas.router.candidates import line_up
 from kvatlas.router.lineup import Lineup
 from kvatlas.router.requests import HashedPrompt, Report, ScoreRequest
@@ -157,7 +158,13 @@ class TestAdapters:
             fleet.router().score(a_request(a_prompt(64), model="style", lora="other"))
 
     def test_an_adapter_that_nobody_has_is_refused(self, fleet: Fleet) -> None:
-        with pytest.raises(InvalidRequest, match="lora: no worker of the model has this adapter"):
+        with pytest.raises(InvalidRequest, match=r"has adapter 'other'; known are 'style'$"):
+            fleet.router().score(a_request(a_prompt(64), lora="other"))
+
+    def test_of_a_model_without_adapters_that_is_said(self) -> None:
+        fleet = Fleet()
+        fleet.up("w1")
+        with pytest.raises(InvalidRequest, match=r"has adapter 'other', nor any other$"):
             fleet.router().score(a_request(a_prompt(64), lora="other"))
 
 
@@ -286,8 +293,101 @@ class TestSaltsAndExtras:
 class TestWhoIsACandidate:
     def test_nobody_serves_an_unknown_model(self, fleet: Fleet) -> None:
         fleet.up("w1")
-        with pytest.raises(UnknownModel, match="no worker serves model 'x'"):
+        fleet.up("w2", adapters={"style": MODEL})
+        with pytest.raises(
+            UnknownModel, match=r"^no worker serves model 'x'; served are 'm', 'style'$"
+        ):
             fleet.router().score(a_request(a_prompt(4), model="x"))
+
+    def test_however_many_models_there_are_a_few_are_named(self, fleet: Fleet) -> None:
+        for n in range(30):
+            fleet.up(f"w{n}", model=f"{n:02}" + "x" * 200)
+        with pytest.raises(UnknownModel, match=r"'00xxx.* and 22 more$") as unknown:
+            fleet.router().score(a_request(a_prompt(4), model="x"))
+        assert len(str(unknown.value)) < 700
+
+    def test_a_model_whose_workers_are_all_gone_is_no_typing_error(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2")
+        fleet.up("w3", model="other")
+        router, asked = fleet.router(), a_request(a_prompt(4))
+        router.score(asked)
+        fleet.down("w1")
+        router.score(asked)
+        fleet.down("w2")
+        for _ in range(2):
+            with pytest.raises(NoCandidate, match=r"gone: w2/0 \(down: bye\)$"):
+                router.score(asked)
+        with pytest.raises(UnknownModel):
+            fleet.router().score(asked)  # one that was started since
+        fleet.up("w2", epoch=2)
+        assert matches(router.score(asked).candidates) == {"w2/0": 0}
+
+    def test_who_asks_in_vain_again_and_again_has_the_fleet_looked_at_once(
+        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fleet.up("w1")
+        fleet.up("w2", model="other")
+        router = fleet.router()
+        router.score(a_request(a_prompt(4)))
+        fleet.down("w1")
+        looked: list[str] = []
+
+        def watch(name: str) -> None:
+            look = getattr(fleet.state, name)
+
+            def watched(*of: Any) -> Any:
+                looked.append(name)
+                return look(*of)
+
+            monkeypatch.setattr(fleet.state, name, watched)
+
+        watch("instance")
+        watch("instances")
+        for _ in range(5):
+            with pytest.raises(NoCandidate):
+                router.score(a_request(a_prompt(4)))
+            with pytest.raises(UnknownModel):
+                router.score(a_request(a_prompt(4), model="x"))
+        assert looked.count("instances") == 1
+        assert looked.count("instance") <= 2
+
+    def test_what_is_said_of_a_model_follows_the_fleet(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2")
+        router = fleet.router()
+        router.score(a_request(a_prompt(4)))
+        fleet.down("w1")
+        fleet.down("w2")
+        with pytest.raises(NoCandidate, match=r"w1/0 .* w2/0 "):
+            router.score(a_request(a_prompt(4)))
+        with pytest.raises(UnknownModel, match=r"model 'x'$"):
+            router.score(a_request(a_prompt(4), model="x"))
+        fleet.up("w2", model="other", epoch=2)
+        with pytest.raises(NoCandidate, match=r"gone: w1/0 \(down: bye\)$"):
+            router.score(a_request(a_prompt(4)))
+        with pytest.raises(UnknownModel, match=r"served are 'other'$"):
+            router.score(a_request(a_prompt(4), model="x"))
+
+    def test_a_model_that_its_workers_gave_up_is_unknown(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        router = fleet.router()
+        router.score(a_request(a_prompt(4)))
+        fleet.up("w1", model="other", epoch=2)
+        with pytest.raises(UnknownModel, match="served are 'other'"):
+            router.score(a_request(a_prompt(4)))
+
+    def test_few_models_are_remembered(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(served_models, "MAX_SERVED_MODELS", 2)
+        router = fleet.router()
+        for name in "abc":
+            fleet.up(name, model=name)
+            router.score(a_request(a_prompt(4), model=name))
+        for name in "abc":
+            fleet.down(name)
+        for name, error in {"a": UnknownModel, "b": NoCandidate, "c": NoCandidate}.items():
+            with pytest.raises(error):
+                router.score(a_request(a_prompt(4), model=name))
 
     def test_a_gone_worker_is_none(self, fleet: Fleet) -> None:
         fleet.up("w1")

@@ -58,6 +58,15 @@ def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
     assert str(error.value) == f"port {port} of 127.0.0.1 is in use: give --port"
 
 
+def test_a_host_that_is_none_of_ours_is_named_with_its_setting() -> None:
+    with pytest.raises(InvalidSetting) as error, bound_socket("192.0.2.1", 0, False):
+        pass
+    assert str(error.value) == (
+        "192.0.2.1:0: Cannot assign requested address: look at router.host (a worker's --host)"
+        " and --port"
+    )
+
+
 async def test_a_reference_engine_lists_its_model() -> None:
     app = create_worker_app(None, None, "m")  # type: ignore[arg-type] # neither is asked here
     async with httpx.AsyncClient(

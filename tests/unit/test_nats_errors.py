@@ -29,6 +29,12 @@ def test_each_class_of_the_driver_has_its_line() -> None:
     assert DRIVER_CLASSES - set(TABLE) == set()
 
 
+def test_several_replicas_of_one_node_are_told_with_the_setting() -> None:
+    error = nats.js.errors.ServerError(code=500, err_code=10074)
+    says = "set log.replicas to 1, or name a cluster with --nats"
+    assert str(translate(error, "declare")).endswith(says)
+
+
 @pytest.mark.parametrize("found", sorted(DRIVER_CLASSES, key=str))
 def test_each_class_becomes_one_of_ours(found: type[nats.errors.Error]) -> None:
     error = found.__new__(found)

@@ -228,6 +228,13 @@ def test_a_token_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> N
         read_tokens(file)
 
 
+def test_a_token_that_is_no_number_is_named_by_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text('[1, "a"]')
+    with pytest.raises(InvalidBlock, match=r"tokens: \[1\]: expected an int"):
+        read_tokens(file)
+
+
 def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="nowhere"):
         read_tokens(tmp_path / "nowhere")

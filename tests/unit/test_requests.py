@@ -118,7 +118,8 @@ def test_a_model_that_looks_like_a_list_keeps_its_name() -> None:
 
 EMPTY, BASE = b"", b'{"model":"m","token_ids":[1]'
 BAD_JSON: list[tuple[bytes, str, str]] = [
-    (EMPTY, "body", "truncated"),
+    (EMPTY, "body", "an empty body, expected a JSON object"),
+    (b" \n", "body", "an empty body, expected a JSON object"),
     (b"{", "body", "truncated"),
     (b"[]", "body", "expected `object`, got `array`"),
     (b"null", "body", "expected `object`, got `null`"),
@@ -167,12 +168,18 @@ BAD_JSON: list[tuple[bytes, str, str]] = [
     (BASE + b',"cache_salt":1}', "cache_salt", "got `int`"),
     (BASE + b',"cache_salt":"' + b"s" * 4097 + b'"}', "cache_salt", "length"),
     (BASE + b',"max_candidates":0}', "max_candidates", ">= 1"),
-    (BASE + b',"require":"truth"}', "require", "invalid enum value"),
+    (BASE + b',"require":"truth"}', "require", "invalid enum value 'truth'; allowed are 'exact'"),
+    (BASE + b',"algorithm":"md5"}', "algorithm", "'md5'; allowed are 'xxh3_128', 'sha256_128'"),
     (BASE + b',"max_candidates":1025}', "max_candidates", "<= 1024"),
     (BASE + b',"max_candidates":"8"}', "max_candidates", "got `str`"),
     (BASE + b',"extras":{}}', "extras", "expected `array"),
     (BASE + b',"extras":[{}]}', "extras[0].kind", "missing"),
-    (BASE + b',"prompt":"x"}', "prompt", "unknown field"),
+    (BASE + b',"prompt":"x"}', "prompt", "unknown field; did you mean token_ids?"),
+    (b'{"model":"m","tokens":[1]}', "tokens", "unknown field; did you mean token_ids?"),
+    (b'{"model":"m","input_ids":[1]}', "input_ids", "unknown field; did you mean token_ids?"),
+    (b'{"model":"m","token_id":[1]}', "token_id", "unknown field; did you mean token_ids?"),
+    (BASE + b',"x":1}', "x", "unknown field; known are algorithm, block_hashes, "),
+    (BASE + b',"extras":[{"ofset":1}]}', "extras[0].ofset", "unknown field; did you mean offset?"),
 ]
 
 
@@ -185,7 +192,8 @@ def test_bad_json_is_named(body: bytes, field: str, problem: str) -> None:
 
 
 BAD_MSGPACK: list[tuple[bytes | dict[str, Any], str, str]] = [
-    (b"", "body", "truncated"),
+    (b"", "body", "an empty body, expected a msgpack object"),
+    (b"\x81", "body", "truncated"),
     (b"\xc1", "body", ""),
     (b"\x81\xa5model\xa2\xff\xff", "body", "UTF-8"),
     (b"\x91" * 100_000, "body", "expected `object`"),
@@ -197,7 +205,7 @@ BAD_MSGPACK: list[tuple[bytes | dict[str, Any], str, str]] = [
     ({"model": "m", "token_ids": [1.0]}, "token_ids[0]", "got `float`"),
     ({"model": "m", "token_ids": [float("nan")]}, "token_ids[0]", "got `float`"),
     ({"model": "m", "token_ids": [2**64 - 1]}, "token_ids[0]", "0..4294967295"),
-    ({"model": "m", "token_ids_b64": "AAAA"}, "token_ids_b64", "unknown field"),
+    ({"model": "m", "token_ids_b64": "AAAA"}, "token_ids_b64", "did you mean tokens?"),
     ({"model": b"m", "token_ids": [1]}, "model", "got `bytes`"),
 ]
 
@@ -415,7 +423,14 @@ class TestOctets:
             (TOKENS, b"lora=l", None, "model", "required field is missing"),
             (TOKENS, b"model=", None, "model", "length"),
             (TOKENS, b"model=m&model=n", None, "query", "twice"),
-            (TOKENS, b"model=m&x=1", None, "x", "unknown field"),
+            (
+                TOKENS,
+                b"model=m&x=1",
+                None,
+                "x",
+                "unknown field; known are lora, max_candidates, model, require",
+            ),
+            (TOKENS, b"model=m&require=exakt", None, "require", "'exakt'; allowed are 'exact'"),
             (TOKENS, b"model=%ff", None, "query", "percent-encoded"),
             (TOKENS, b"model=m\xff", None, "query", "percent-encoded"),
             (TOKENS, b"model=m&" + b"&".join([b"x=1"] * 9), None, "query", "name=value"),
@@ -441,7 +456,7 @@ class TestOctets:
 
     @pytest.mark.parametrize("content_type", [JSON, MSGPACK])
     def test_nothing_stands_beside_another_body(self, content_type: str) -> None:
-        with pytest.raises(InvalidRequest, match="query: expected none"):
+        with pytest.raises(InvalidRequest, match="query: put it into the body"):
             decode_score_request(b"{}", content_type, SETTINGS, b"model=m")
         with pytest.raises(InvalidRequest, match="x-kvatlas-cache-salt: expected cache_salt in"):
             decode_score_request(b"{}", content_type, SETTINGS, b"", b"s")

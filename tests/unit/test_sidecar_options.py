@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvatlas.reference_worker import WorkerOptions
+from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.settings import ReportingSettings, Settings, SidecarSettings
@@ -48,6 +50,31 @@ def test_what_peers_can_have(more: dict[str, Any], leasable_tiers: tuple[Tier, .
     assert info.leasable_tiers == leasable_tiers
     # who lends nothing pulls nothing: nobody's KV fits
     assert info.kv_fingerprint == (fingerprint if leasable_tiers else b"")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"worker": ""}, "worker .* expected 1 to 256 characters, found 0"),
+        ({"worker": "w" * 257}, "worker .* found 257"),
+        ({"worker": "\udcff"}, "worker .* expected Unicode, found other bytes"),
+        ({"model": ""}, "model .* found 0"),
+        ({"aliases": ("m", "")}, "model .* found 0"),
+        ({"adapters": {"": "m"}}, "adapters .* found 0"),
+    ],
+)
+def test_names_that_the_wire_cannot_carry_start_no_sidecar(more: dict[str, Any], says: str) -> None:
+    given: dict[str, Any] = {"worker": "w" * 256, "model": "m"}
+    options = SidecarOptions(
+        nats_url="nats://h:4222",
+        descriptor=NamespaceDescriptor(16),
+        ring_path="/r",
+        socket_path="/s",
+        **given,
+    )
+    options.validate()
+    with pytest.raises(InvalidSetting, match=says):
+        msgspec.structs.replace(options, **more).validate()
 
 
 def test_what_all_sidecars_are_told_alike_stands_once() -> None:

@@ -47,7 +47,8 @@ class Archive(Protocol):
 
     Everything of one append is there or nothing of it is, its cursor included, and appending it
     again changes nothing: a batch is known by its key, any other message by its stream sequence, a
-    decision by its id. A cursor never goes back. All methods raise ArchiveUnavailable.
+    decision by its id. A cursor never goes back. All methods raise ArchiveUnavailable. As text
+    it is where it lies, without a password.
     """
 
     def append_events(

@@ -137,13 +137,14 @@ class Archiver:
         """Raise ArchiveMismatch unless the stream goes on where the archive ends."""
         end = await self._bus.last_sequence(stream_name)
         if cursor > end:
-            raise ArchiveMismatch(f"{stream_name} ends at {end}, the archive has it up to {cursor}")
+            archived = f"{self._archive} has it up to {cursor}"
+            raise ArchiveMismatch(f"{stream_name} ends at {end}, {archived}")
         kept = await asyncio.to_thread(self._kept_at, stream_name, cursor)
         if kept is None:
             return
         async for message in self._bus.read_range(stream_name, cursor, cursor):
             if message != kept:
-                raise ArchiveMismatch(f"message {cursor} of {stream_name} is not the archive's")
+                raise ArchiveMismatch(f"message {cursor} of {stream_name} is not {self._archive}'s")
 
     def _kept_at(self, stream_name: str, sequence: int) -> Message | None:
         if stream_name == KV_EVENTS:

@@ -182,7 +182,8 @@ def _locked(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise ServerNotStarted(f"another server runs on {path.parent}") from error
+        taken = f"another server runs on {path.parent}: stop it, or give another --data"
+        raise ServerNotStarted(taken) from error
     return lock
 
 

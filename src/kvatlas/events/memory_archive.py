@@ -22,6 +22,9 @@ class MemoryArchive:
         self._keys: set[BatchKey] = set()
         self._decisions: dict[str, Message] = {}
 
+    def __str__(self) -> str:
+        return "an archive in memory"
+
     def append_events(
         self, records: Sequence[EventRecord], holes: Sequence[Hole], cursor: int
     ) -> None:

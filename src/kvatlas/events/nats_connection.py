@@ -346,7 +346,9 @@ class NatsConnection:
             retrying = "; retrying" if not first.done() else ""
             problem = str(error) or type(error).__name__
             if isinstance(error, socket.gaierror):
-                problem = f"this name cannot be resolved ({problem}): look at --nats or nats.url"
+                problem = f"this name cannot be resolved ({problem})"
+            if retrying and self._failures == 1:
+                problem += ": look at --nats or nats.url"
             _logger.log(level, "broker %s: %s%s", self.where, problem, retrying)
         else:
             _logger.error("a callback of the bus failed", exc_info=error)

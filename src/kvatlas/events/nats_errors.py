@@ -28,6 +28,9 @@ WRONG_LAST_SEQUENCE = (10071, 10164)
 #: a stream of this name exists with other limits
 STREAM_NAME_IN_USE = 10058
 
+#: several replicas of a node that is no cluster's, or not yet
+NOT_CLUSTERED = 10074
+
 #: codes of the JetStream API below 500 that a later try may survive
 _RETRY_CODES = (408, 429)
 
@@ -118,6 +121,8 @@ def translate(error: BaseException, what: str) -> KvatlasError:
     if isinstance(error, nats.errors.BadSubjectError):
         return InvalidSubject(what)
     text = f"{what}: {str(error) or type(error).__name__}"
+    if isinstance(error, js.APIError) and error.err_code == NOT_CLUSTERED:
+        text += ": one node keeps one replica: set log.replicas to 1, or name a cluster with --nats"
     if isinstance(error, js.APIError) and may_be_retried(error.code or 0):
         return BusUnavailable(text)
     return next(TABLE[base] for base in type(error).__mro__ if base in TABLE)(text)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.event import listens_for
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from kvatlas.events.archive import DecisionRecord, EventRecord, Hole
@@ -199,6 +199,9 @@ class SqlArchive:
     def close(self) -> None:
         self._engine.dispose()
 
+    def __str__(self) -> str:
+        return self._shown
+
     def __enter__(self) -> Self:
         return self
 
@@ -224,10 +227,34 @@ def _parse(url: str) -> sa.URL:
         raise InvalidSetting("archive.url", "", problem) from error
     if parsed.get_backend_name() not in _DIALECTS:
         known = " and ".join(_DIALECTS)
-        raise InvalidSetting("archive.url", "the archive", f"known databases are {known}")
+        problem = f"--archive (archive.url) {parsed.get_backend_name()!r:.60}: known databases are"
+        raise InvalidSetting("archive.url", "", f"{problem} {known}")
     if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
-        raise InvalidSetting("archive.url", "the archive", "an archive in SQLite needs a file")
+        problem = "--archive (archive.url): an archive in SQLite needs a file"
+        raise InvalidSetting("archive.url", "", f"{problem}, such as sqlite:///kvatlas.db")
     return parsed
+
+
+def check_archive_url(url: str) -> None:
+    """Raise InvalidSetting where an archive can neither be opened nor made; opens nothing.
+
+    Raises ModuleNotFoundError where the database's driver is missing.
+    """
+    parsed = _parse(url)
+    try:
+        parsed.get_dialect().import_dbapi()
+    except NoSuchModuleError as error:
+        problem = f"--archive (archive.url): no driver {parsed.get_driver_name()!r:.60} is known"
+        raise InvalidSetting("archive.url", "", problem) from error
+    if parsed.get_backend_name() != "sqlite":
+        return
+    path = Path(parsed.database or "")
+    if path.is_dir():
+        problem = f"--archive (archive.url) {path}: is a folder, expected a file"
+        raise InvalidSetting("archive.url", "", problem)
+    if not path.parent.is_dir():
+        problem = f"--archive (archive.url) {path}: does the folder {path.parent} exist?"
+        raise InvalidSetting("archive.url", "", problem)
 
 
 def _engine(url: sa.URL) -> sa.Engine:

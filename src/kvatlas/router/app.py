@@ -26,6 +26,7 @@ from kvatlas.router.problems import (
     headers_of,
     problem,
     problem_of,
+    wrong_method,
 )
 from kvatlas.router.service import RouterService
 from kvatlas.router.siblings import Siblings
@@ -70,7 +71,7 @@ class RouterApp(FastAPI):
             self.openapi_schema = complete(super().openapi(), self._decides)
         return self.openapi_schema
 
-    async def _document(self, _: Request) -> Response:
+    async def _document(self, request: Request) -> Response:
         return Response(encoded(self.openapi()), media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,8 +127,15 @@ async def _our_error(_: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    detail = f"{request.method} {request.url.path[:256]}: {HTTPStatus(error.status_code).phrase}"
-    return _answer(problem(error.status_code, detail), dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        route = request.scope.get("route")
+        allowed = headers.get("Allow", "")
+        detail = wrong_method(getattr(route, "path", request.url.path[:256]), allowed)
+    else:
+        phrase = HTTPStatus(error.status_code).phrase
+        detail = f"{request.method} {request.url.path[:256]}: {phrase}"
+    return _answer(problem(error.status_code, detail), headers)
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

@@ -16,6 +16,7 @@ What is wrong is an InvalidRequest that names the field and never repeats tokens
 """
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -25,9 +26,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.indexer import prompt_kernel
+from kvatlas.router.wrong_fields import at_field
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidRequest, UnsupportedContentType
 from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS, HashAlgorithm
+from kvatlas.schemas.known_names import MAX_NAME_CHARS
 
 JSON_TYPES = ("application/json",)
 MSGPACK_TYPES = ("application/x-msgpack", "application/msgpack", "application/vnd.msgpack")
@@ -164,7 +167,18 @@ def read_query(query: bytes) -> ScoreQuery:
     try:
         return msgspec.convert(asked, ScoreQuery, strict=False)
     except msgspec.ValidationError as error:
-        raise _at_field(str(error)) from None
+        raise at_field(str(error), ScoreQuery) from None
+
+
+def refuse_unknown(query: bytes, known: Collection[str]) -> None:
+    """Raise InvalidRequest if a query has a name that a route does not know, or one twice."""
+    names = [name for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True)]
+    for name in names:
+        if name not in known:
+            instead = f"known are {', '.join(sorted(known))}" if known else "none is known here"
+            raise InvalidRequest(name[:MAX_NAME_CHARS] or "query", f"unknown in a query; {instead}")
+        if names.count(name) > 1:
+            raise InvalidRequest("query", f"{name} stands there twice")
 
 
 def read_salt(raw: bytes) -> str:
@@ -182,9 +196,12 @@ def decode_body(
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _at_field(str(error)) from None
+        raise at_field(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequest("body", str(error)) from None
+        if body.strip():
+            raise InvalidRequest("body", str(error)) from None
+        form = "JSON" if isinstance(decoder, msgspec.json.Decoder) else "msgpack"
+        raise InvalidRequest("body", f"an empty body, expected a {form} object") from None
     except RecursionError:
         raise InvalidRequest("body", "nested too deeply") from None
 
@@ -236,18 +253,3 @@ def _prompt(parsed: ScoreBody | PackedScoreBody) -> tuple[str, Any]:
     if len(sent) > 1:
         raise InvalidRequest(sent[1], f"stands beside {sent[0]}, expected one of them")
     return sent[0], getattr(parsed, sent[0])
-
-
-_PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-_NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(.*)`", re.DOTALL)
-
-
-def _at_field(message: str) -> InvalidRequest:
-    """Return a validator's message with its field: `token_ids[3]: expected int, got str`."""
-    path = _PATH.search(message)
-    problem = message[: path.start()] if path else message
-    parts = [path[1]] if path and path[1] else []
-    if named := _NAMED.match(problem):
-        parts.append(named[1][:64])
-        problem = "unknown field" if "unknown" in problem else "required field is missing"
-    return InvalidRequest(".".join(parts) or "body", problem[:1].lower() + problem[1:])

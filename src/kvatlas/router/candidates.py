@@ -20,6 +20,7 @@ from kvatlas.router.lineup import GroupKey, Lineup, line_up, recorded_groups
 from kvatlas.router.loads import Loads
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.requests import HashedPrompt, ScoreRequest
+from kvatlas.router.served_models import ServedModels
 from kvatlas.router.slate import Slate
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate
 from kvatlas.schemas.fleet import NamespaceDescriptor
@@ -80,6 +81,7 @@ class Candidates:
         #: of the index, when who may serve was looked up last
         self._fleet_version = -1
         self._lineups: dict[tuple[str, str | None], _Known] = {}
+        self._served = ServedModels(index)
         #: without a salt only, so that no salt outlives its request
         self._hashers: OrderedDict[GroupKey, BlockHasher] = OrderedDict()
 
@@ -89,7 +91,7 @@ class Candidates:
         """Return who may serve the request, less the avoided if others are left.
 
         Raises UnknownModel, InvalidRequest (an adapter that nobody has, hashes of unclear blocks)
-        and NoCandidate (all only decode, or nobody is exact where that is required).
+        and NoCandidate (all are gone or only decode, or nobody is exact where that is required).
         """
         gathered = self._gather(request, now, avoided)
         for _ in range(MAX_REPEATS):
@@ -170,6 +172,9 @@ class Candidates:
             return known.lineup
         serving = self._index.serving(model)
         self._lineups.pop((model, lora), None)
+        if not serving:
+            raise self._served.nobody(model)
+        self._served.note(model, serving)
         lineup = known and known.lineup.revised(known.serving, serving)
         if lineup is None:
             lineup = line_up(serving, model, lora)

@@ -4,7 +4,8 @@ import time
 from importlib.resources import files
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.routing import APIRoute
 from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -19,6 +20,7 @@ from kvatlas.router.answers import (
     WorkersAnswer,
     encoded,
 )
+from kvatlas.router.bodies import refuse_unknown
 from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
@@ -93,7 +95,7 @@ def control_routes(
     service: RouterService, registry: CollectorRegistry, siblings: Siblings | None
 ) -> APIRouter:
     """Return the routes of the control API; what siblings decided is found through them."""
-    routes = APIRouter(default_response_class=Response)
+    routes = APIRouter(default_response_class=Response, dependencies=[Depends(known_query)])
 
     @routes.get("/", summary="Live page", responses={200: {"content": {"text/html": {}}}})
     async def page() -> Response:
@@ -173,6 +175,19 @@ def control_routes(
             return _json(await siblings.decision(decision_id))
 
     return routes
+
+
+async def known_query(request: Request) -> None:
+    """Refuse what a route of the API does not know in a query, instead of ignoring it.
+
+    Probes, scrapers and browsers put things of their own behind the other ones.
+    """
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    if not route.path.startswith("/v1/"):
+        return
+    known = [each.alias for each in route.dependant.query_params]
+    refuse_unknown(request.scope["query_string"], known)
 
 
 def _age(service: RouterService) -> IndexAge:

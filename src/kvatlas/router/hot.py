@@ -12,12 +12,26 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 
 from kvatlas.router.answers import ReportAnswer, encoded
-from kvatlas.router.bodies import SALT_HEADER
-from kvatlas.router.problems import MEDIA_TYPE, Boundary, Problem, headers_of, problem, problem_of
+from kvatlas.router.bodies import SALT_HEADER, refuse_unknown
+from kvatlas.router.problems import (
+    MEDIA_TYPE,
+    Boundary,
+    Problem,
+    headers_of,
+    problem,
+    problem_of,
+    wrong_method,
+)
 from kvatlas.router.requests import MAX_REPORT_BYTES, decode_report, decode_score_request
 from kvatlas.router.service import Router
 from kvatlas.router.signals import MAX_DECISION_ID
-from kvatlas.schemas.errors import InvalidRequest, KvatlasError, PromptTooLarge, RequestTooSlow
+from kvatlas.schemas.errors import (
+    InvalidRequest,
+    KvatlasError,
+    PromptTooLarge,
+    RequestTooSlow,
+    UnsupportedContentType,
+)
 from kvatlas.schemas.settings import RouterSettings
 
 Message = MutableMapping[str, Any]
@@ -105,6 +119,8 @@ class HotRoutes:
             )
             ask = self._router.score if template == SCORE else self._router.route
             return encoded(ask(request))
+        if asked.query:
+            refuse_unknown(asked.query, ())
         report = decode_report(body, asked.content_type)
         if template.endswith(DONE):
             decision_id = _decision_id(asked.path, DONE)
@@ -117,11 +133,11 @@ class HotRoutes:
     async def __call__(self, template: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request for a path with this template."""
         if scope["method"] != "POST":
-            answer: bytes | Problem = problem(405, f"{template} takes POST only")
+            answer: bytes | Problem = problem(405, wrong_method(template, "POST"))
             self.count(template, answer)
         else:
-            asked, declared_bytes = _asked(template, scope)
             try:
+                asked, declared_bytes = _asked(template, scope)
                 body = await read_body(receive, declared_bytes, self.max_body_bytes(template))
             except ClientGone:
                 return
@@ -194,7 +210,7 @@ def _decision_id(path: str, end: str) -> str:
 
 
 def _asked(template: str, scope: Scope) -> tuple[Asked, int]:
-    """Return what is asked, and the declared length of the body."""
+    """Return what is asked, and the declared length of the body; raises UnsupportedContentType."""
     content_type, declared_bytes, salts = "", 0, []
     for name, value in scope["headers"]:
         if name == b"content-type":
@@ -203,5 +219,8 @@ def _asked(template: str, scope: Scope) -> tuple[Asked, int]:
             declared_bytes = int(value)
         elif name == _SALT_HEADER:
             salts.append(value)
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            problem = f"{value[:64].decode('latin-1')} is not read, expected a body as it is"
+            raise UnsupportedContentType("content-encoding", problem)
     asked = Asked(template, scope["path"], scope["query_string"], content_type, tuple(salts))
     return asked, declared_bytes

@@ -29,7 +29,9 @@ _PLAIN_HEAD = re.compile(
     rb"((?:%b:[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*)\r\n" % _TOKEN
 )
 #: headers that change how a message is read, or what becomes of its connection
-_NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade", b"connection", b"trailer"])
+_NOT_PLAIN = frozenset(
+    [b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"connection", b"trailer"]
+)
 #: but this one says what holds anyway
 _KEEP_ALIVE = (b"connection", b"keep-alive")
 _SALT_HEADER = SALT_HEADER.encode()

@@ -18,6 +18,7 @@ from kvatlas.router.requests import HashedPrompt
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate, UnknownModel
 from kvatlas.schemas.fleet import NamespaceDescriptor, Role, Trust, WorkerInfo
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.known_names import MAX_NAME_CHARS, few_names
 from kvatlas.schemas.routing import ChainGroup
 
 #: parts of a lineup that are kept, such as those without who failed lately
@@ -278,7 +279,8 @@ def line_up(serving: Iterable[InstanceView], model: str, lora: str | None) -> Li
         raise UnknownModel(model)
     able = [(view, info, key) for view, info in known if (key := _group_key(info, model, lora))]
     if not able:
-        raise InvalidRequest("lora", "no worker of the model has this adapter")
+        adapters = {name for _, info in known for name in info.adapters}
+        raise InvalidRequest("lora", _no_adapter(lora or "", adapters))
     chosen = [(view, info, key) for view, info, key in able if info.role is not Role.decode]
     if not chosen:
         raise NoCandidate(model, "all of its workers only decode")
@@ -339,6 +341,12 @@ def _group_key(info: WorkerInfo, model: str, lora: str | None) -> GroupKey | Non
     if lora not in (None, model):
         raise InvalidRequest("lora", "the model is an adapter itself")
     return GroupKey(info.model, info.descriptor, model)
+
+
+def _no_adapter(lora: str, known: Iterable[str]) -> str:
+    problem = f"no worker of the model has adapter {lora[:MAX_NAME_CHARS]!r}"
+    names = few_names(sorted(known))
+    return f"{problem}; known are {names}" if names else f"{problem}, nor any other"
 
 
 def _may_name(descriptor: NamespaceDescriptor, prompt: HashedPrompt) -> bool:

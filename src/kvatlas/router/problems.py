@@ -77,6 +77,11 @@ def problem_of(error: KvatlasError) -> Problem:
             return problem(status, str(error))
 
 
+def wrong_method(path: str, allowed: str) -> str:
+    """Return what a request is told whose method its route does not take."""
+    return f"{path} takes {allowed} only"
+
+
 def headers_of(status: int) -> dict[str, str]:
     """Return the headers that a status calls for."""
     if status == HTTPStatus.SERVICE_UNAVAILABLE:

@@ -126,7 +126,7 @@ def decode_score_request(
     if form == "octets":
         return _octets_request(body, query, salt, settings)
     if query:
-        raise InvalidRequest("query", f"expected none, other than beside {OCTETS_TYPE}")
+        raise InvalidRequest("query", f"put it into the body, expected beside {OCTETS_TYPE} only")
     if salt is not None:  # ignored, it would let tenants share what they believe to be apart
         raise InvalidRequest(SALT_HEADER, "expected cache_salt in the body")
     parsed, field, sent = read_score_body(form, body)

@@ -125,7 +125,8 @@ class RouterService:
     """The router over an index that somebody else keeps up to date; compiles its kernels at first.
 
     `score` and `route` raise UnknownModel, InvalidRequest and NoCandidate; a model that is unknown
-    while the index is catching up is a NoCandidate, since it may be there.
+    while the index is catching up is a NoCandidate, since it may be there, and so is one whose
+    workers are gone, since they may come back.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 KvatlasError
   InvalidInput                 what somebody sent or wrote is wrong; names the field
+    MalformedSignal            an announcement of a router cannot be read
     MalformedBatch             a payload is no event batch
       BatchTooLarge            more bytes than the limit
       UnsupportedVersion       a newer major version of the wire
@@ -18,7 +19,8 @@ KvatlasError
       RequestTooSlow           a body that does not come to its end
       UnsupportedContentType   a body in a format that is not read
   NotFound                     a name that nothing answers to
-    UnknownModel               no worker serves the model
+    NotAnsweredHere            another process of the same role has the answer
+    UnknownModel               no worker serves the model, nor did one lately
     UnknownDecision            no decision with this id
     UnknownPolicy              no policy of this name
     UnknownInstance            no instance of the index with this number
@@ -27,6 +29,7 @@ KvatlasError
     BusUnavailable             no broker, or it does not answer
       RequestTimedOut          nobody answered within the deadline
       NoResponder              nobody listens on the subject
+    IndexUnavailable           no index has been published for this process to read
     RequestFailed              who serves the subject answered with an error
     ServerNotStarted           the embedded nats-server did not come up
     NoCandidate                no live worker for the request
@@ -40,6 +43,7 @@ KvatlasError
     ArchiveUnavailable         the archive's database does not answer
     PoolUnreadable             a file that is no serve pool, or not yet
     SidecarEnded               a sidecar ended before its worker did
+    RouterNotStarted           a router process did not begin to listen
     WorkerNotStarted           a reference worker did not come up
     FleetNotStarted            the demo's fleet did not come up
     RequestRefused             a request of the demo was refused for good
@@ -59,7 +63,10 @@ KvatlasError
     PoolTooLarge               less shared memory than the serve pool needs
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from kvatlas.schemas.known_names import few_names
 
 
 class KvatlasError(Exception):
@@ -175,11 +182,12 @@ class NotAnsweredHere(NotFound):
 
 
 class UnknownModel(NotFound):
-    """No worker serves the model."""
+    """No worker serves the model; the text names the first of those that are `served`."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"no worker serves model {model!r}")
-        self.model = model
+    def __init__(self, model: str, served: Sequence[str] = ()) -> None:
+        self.model, self.served = model, served
+        known = f"; served are {few_names(served)}" if served else ""
+        super().__init__(f"no worker serves model {model!r}{known}")
 
 
 class UnknownDecision(NotFound):
@@ -366,7 +374,8 @@ class ArchiveMismatch(Conflict):
     """An archive holds another log than the one that it is to follow."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}: the archive holds another log; keep both or neither")
+        given = "give the broker of that log (--data, --nats), or another --archive"
+        super().__init__(f"{problem}: the archive holds another log: {given}")
 
 
 class ArchiveNewer(Conflict):

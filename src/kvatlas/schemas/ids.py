@@ -19,8 +19,10 @@ class Tier(IntEnum):
 NUM_TIERS = len(Tier)
 
 #: of workers, models and adapters; longer ones would not fit into a subject
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Rank = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+MAX_NAME_CHARACTERS = 256
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+MAX_RANK = 2**32 - 1
+Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 
 
 class InstanceId(NamedTuple):

@@ -5,8 +5,8 @@ as KVATLAS_SECTION__KEY, on the command line as `--set section.key=value`. A key
 exist, or a value out of range, is an InvalidSetting that names key, source and what is allowed.
 """
 
-import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.known_names import near_name
 from kvatlas.schemas.kv_events import OLDEST_WIRE_VERSION, WIRE_VERSION
 
 ENVIRONMENT_PREFIX = "KVATLAS_"
@@ -32,6 +33,10 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 WireVersion = Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)]
+#: the names of router/policies
+PolicyName = Annotated[
+    str, Meta(pattern="^(predicted_ttft|round_robin|random|least_loaded|power_of_two)$")
+]
 
 
 class NatsSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +74,7 @@ class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What all members of a fleet share."""
 
     #: hex; keys the roots of salted namespaces. Members with different keys never match salted KV
-    key: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$")] = ""
+    key: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", title="hex digits, two a byte")] = ""
     #: minor of the wire that workers write. The newest tells most; while readers of an older
     #: release run, theirs: they skip what they do not know, and may call too much exact (ADR-0012)
     wire_version: WireVersion = WIRE_VERSION
@@ -112,8 +117,7 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     port: Port = 8080
     #: several routers of a host listen on the port, and each gets a part of its connections
     is_port_shared: bool = False
-    #: a name of router/policies
-    policy: str = "predicted_ttft"
+    policy: PolicyName = "predicted_ttft"
     #: larger requests are refused; it bounds the memory of each one under way
     max_body_bytes: Count = 16 * 1024**2
     #: longer prompts are refused; hashing and matching take time in proportion on the one thread
@@ -230,13 +234,18 @@ def load_settings(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Iterable[tuple[str, str]] = (),
+    options: Iterable[tuple[str, str, str]] = (),
 ) -> Settings:
-    """Merge all sources into one tree; later sources win. Raises InvalidSetting."""
+    """Merge all sources into one tree; later sources win. Raises InvalidSetting.
+
+    `flags` are keys and values of --set, `options` the same behind the flag that stands for them.
+    """
     found: dict[str, _Found] = {}
     if file is not None:
         found |= _from_file(file)
     found |= _from_environment(os.environ if environment is None else environment)
     found |= {key: _Found(value, f"flag --set {key}") for key, value in flags}
+    found |= {key: _Found(value, f"flag {flag}") for flag, key, value in options}
     sections: dict[str, dict[str, Any]] = {}
     known = settings_by_key()
     for key, item in found.items():
@@ -249,8 +258,8 @@ def load_settings(
 
 def _alike(key: str, known: Iterable[str]) -> str:
     """Return what a key may have been meant to be: one near it, or what its section has."""
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
-        return f"did you mean {near[0]}?"
+    if near := near_name(key, known):
+        return f"did you mean {near}?"
     section = key.partition(".")[0]
     siblings = sorted(each for each in known if each.startswith(f"{section}."))
     if siblings:
@@ -290,7 +299,39 @@ def _convert(key: str, item: _Found, wanted: Any) -> Any:
     try:
         return msgspec.convert(item.value, wanted, strict=not item.is_text)
     except msgspec.ValidationError as error:
-        raise InvalidSetting(key, item.source, str(error)) from error
+        found = "" if item.is_text else f", found {type(item.value).__name__}"
+        raise InvalidSetting(key, item.source, f"expected {_expectation(wanted)}{found}") from error
+
+
+def _expectation(wanted: Any) -> str:
+    kind, bounds = kind_and_bounds(wanted)
+    return f"{kind}, {bounds}" if bounds else kind
+
+
+def kind_and_bounds(wanted: Any) -> tuple[str, str]:
+    """Return a setting's type and what it may be, in words; empty where it may be anything."""
+    kind = getattr(wanted, "__origin__", wanted).__name__
+    meta: Meta = next(iter(getattr(wanted, "__metadata__", ())), Meta())
+    if meta.title is not None:
+        return kind, meta.title
+    if meta.pattern is not None:
+        names = re.fullmatch(r"\^\(([\w|]+)\)\$", meta.pattern)
+        return kind, f"one of {names[1].replace('|', ', ')}" if names else f"as {meta.pattern}"
+    low, high = _number(meta.ge), _number(meta.le)
+    if low and high:
+        return kind, f"{low}..{high}"
+    limits = [
+        f"above {meta.gt:g}" if meta.gt is not None else "",
+        f"at least {low}" if low else "",
+        f"at most {high}" if high else "",
+    ]
+    return kind, ", ".join(filter(None, limits))
+
+
+def _number(bound: float | None) -> str:
+    if bound is None:
+        return ""
+    return f"{bound:g}" if type(bound) is float else str(bound)
 
 
 def _from_file(file: Path) -> dict[str, _Found]:

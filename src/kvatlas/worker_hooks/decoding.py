@@ -83,6 +83,8 @@ class Decoding:
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._rejected: Counter[str] = Counter()
         self.counts = Counts()
+        #: batches in which there was anything to read
+        self.num_read = 0
 
     def story(self) -> Iterator[str]:
         """Yield a line for everything that an event became, and for what became nothing."""
@@ -135,6 +137,7 @@ class Decoding:
             yield from self._sequence(worker, frame, worker.only_rank(), where)
             yield f"{where}: rejected (malformed_batch): {error}"
             return
+        self.num_read += bool(decoded.events or not decoded.rejected)
         rank = worker.only_rank() if decoded.rank is None else decoded.rank
         edge = worker.edge(rank)
         stream = self._streams.get((frame.topic, rank))

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, field
 
 from kvatlas import __version__
@@ -16,7 +17,7 @@ from kvatlas.schemas.fleet import (
     WorkerInfo,
     host_and_port,
 )
-from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.ids import MAX_NAME_CHARACTERS, InstanceId, Name, Rank, Tier
 from kvatlas.schemas.kv_events import WIRE_VERSION
 from kvatlas.schemas.settings import ReportingSettings, Settings, WireVersion
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
@@ -25,6 +26,17 @@ from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 MAX_SOCKET_PATH_BYTES = 103
 
 Seconds = Annotated[float, Meta(gt=0)]
+
+
+def check_name(key: str, source: str, name: str) -> None:
+    """Raise InvalidSetting for what no worker, model or adapter can be called on the wire."""
+    try:
+        msgspec.convert(name, Name).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidSetting(key, source, "expected Unicode, found other bytes") from error
+    except msgspec.ValidationError as error:
+        problem = f"expected 1 to {MAX_NAME_CHARACTERS} characters, found {len(name)}"
+        raise InvalidSetting(key, source, problem) from error
 
 
 class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,7 +48,7 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
 
     nats_url: str
     worker: str
-    rank: Annotated[int, Meta(ge=0)] = 0
+    rank: Rank = 0
     #: the model of the namespaces; `aliases` are further names that requests may use
     model: str
     aliases: tuple[str, ...] = ()
@@ -85,6 +97,11 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
 
     def validate(self) -> None:
         """Raise InvalidSetting for the first rule that is broken."""
+        check_name("worker", "sidecar", self.worker)
+        for name in (self.model, *self.aliases):
+            check_name("model", "sidecar", name)
+        for name in self.adapters:
+            check_name("adapters", "sidecar", name)
         if self.kv_fingerprint and len(self.kv_fingerprint) != 16:
             problem = f"{len(self.kv_fingerprint)} bytes, expected 16 or none"
             raise InvalidSetting("kv_fingerprint", "sidecar", problem)

@@ -76,6 +76,8 @@ class StreamDecoding:
         self._instances: dict[tuple[str, int], _Instance] = {}
         self._rejected: Counter[str] = Counter()
         self.counts = StreamCounts()
+        #: rows that are batches
+        self.num_read = 0
 
     def story(self) -> Iterator[str]:
         """Yield a line for everything that an event says, and for what says nothing."""
@@ -85,6 +87,7 @@ class StreamDecoding:
             except _UNREADABLE as error:
                 yield self._rejection(_place(row), "malformed_batch", error)
                 continue
+            self.num_read += 1
             yield from self._batch(batch)
         if self._digests is not None:
             yield from self._digests.end_all()

@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.settings import Settings
-from kvatlas.worker_hooks.sidecar_options import Seconds
+from kvatlas.worker_hooks.sidecar_options import Seconds, check_name
 
 #: engines that publish numbered batches over ZMQ and answer for those of before; the others of
 #: `engines` tell what they hold in other ways
@@ -67,8 +67,13 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
             known = ", ".join(FOLLOWED_ENGINES)
             problem = f"a bridge cannot follow {self.engine!r:.60}; it follows {known}"
             raise InvalidSetting("engine", "flag --engine", problem)
+        check_name("worker", "bridge", self.worker)
+        check_name("model", "bridge", self.model)
+        for name in self.adapters:
+            check_name("adapter", "bridge", name)
         if not self.endpoint and not self.engine_url:
-            raise InvalidSetting("endpoint", "bridge", "neither it nor the engine's URL is given")
+            missing = "no engine: give --endpoint tcp://HOST:PORT or --engine-url"
+            raise InvalidSetting("endpoint", "", missing)
         if self.rank is not None and self.num_ranks is not None:
             raise InvalidSetting("ranks", "bridge", "either one rank or a number of them")
         if self.num_ranks == 0:
