@@ -12,8 +12,8 @@ Position = tuple[bytes, bytes]
 class PooledBlocks:
     """Tells what the serve pool holds, as soon as the engine's events have said where it belongs.
 
-    The pool knows a block by our hash alone. `position_of` finds its root and parent among the blocks
-    that the engine has told of.
+    The pool knows a block by our hash alone. `position_of` finds its root and parent among the
+    blocks that the engine has told of.
     """
 
     def __init__(self, telling: Telling, position_of: Callable[[bytes], Position | None]) -> None:
