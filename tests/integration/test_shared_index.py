@@ -32,6 +32,13 @@ pytestmark = pytest.mark.integration
 PULSE = Pulse(True, True, 0, 0.0, {})
 
 
+def published(folder: Path) -> tuple[SharedArrays, IndexState, IndexPublication]:
+    """Return the parts of a writer in this process."""
+    arrays = SharedArrays(folder)
+    state = IndexState(tiny_index(arrays=arrays))
+    return arrays, state, IndexPublication(arrays, state, state)
+
+
 @contextmanager
 def a_writer(folder: Path, seed: int = 1) -> Generator[subprocess.Popen[str], None, None]:
     command = [sys.executable, str(shared_writer_main.__file__), str(folder), str(seed)]
@@ -119,9 +126,7 @@ def test_who_reads_nothing_says_so(tmp_path: Path) -> None:
 def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrays = SharedArrays(tmp_path)
-    state = IndexState(tiny_index(arrays=arrays))
-    publication = IndexPublication(arrays, state, state)
+    arrays, state, publication = published(tmp_path)
     reader = SharedIndexReader(tmp_path)
     publication.pulse(PULSE)
     with publication:
@@ -144,9 +149,7 @@ def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(
 
 
 def test_whatever_is_wrong_with_the_files_a_reader_answers(tmp_path: Path) -> None:
-    arrays = SharedArrays(tmp_path)
-    state = IndexState(tiny_index(arrays=arrays))
-    publication = IndexPublication(arrays, state, state)
+    arrays, state, publication = published(tmp_path)
     publication.pulse(PULSE)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1))))
@@ -167,9 +170,7 @@ def test_whatever_is_wrong_with_the_files_a_reader_answers(tmp_path: Path) -> No
 
 
 def test_a_writer_that_dies_within_a_change_is_not_waited_for(tmp_path: Path) -> None:
-    arrays = SharedArrays(tmp_path)
-    state = IndexState(tiny_index(arrays=arrays))
-    publication = IndexPublication(arrays, state, state)
+    arrays, state, publication = published(tmp_path)
     reader = SharedIndexReader(tmp_path)
     publication.pulse(PULSE)
     with publication:
@@ -187,9 +188,7 @@ def test_what_was_listed_while_a_writer_stood_still_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands still at the very end of a change, when readers see its version already."""
-    arrays = SharedArrays(tmp_path)
-    state = IndexState(tiny_index(arrays=arrays))
-    publication = IndexPublication(arrays, state, state)
+    arrays, state, publication = published(tmp_path)
     reader = SharedIndexReader(tmp_path)
     publication.pulse(PULSE)
     with publication:
@@ -212,9 +211,7 @@ def test_what_was_listed_while_a_writer_stood_still_is_not_kept(
 
 def test_who_heals_into_a_full_index_takes_no_answer_of_others_along(tmp_path: Path) -> None:
     """It gets a number of its own before there is no room, which readers have to know."""
-    arrays = SharedArrays(tmp_path)
-    state = IndexState(tiny_index(arrays=arrays))
-    publication = IndexPublication(arrays, state, state)
+    _arrays, state, publication = published(tmp_path)
     publication.pulse(PULSE)
     too_many = hashes(1, 2) + random.Random(1).randbytes(16 * (1 << 18))
     log = (
@@ -233,9 +230,7 @@ def test_who_heals_into_a_full_index_takes_no_answer_of_others_along(tmp_path: P
 
 
 def test_what_cannot_be_read_is_no_index_until_it_can(tmp_path: Path) -> None:
-    arrays = SharedArrays(tmp_path)
-    state = IndexState(tiny_index(arrays=arrays))
-    publication = IndexPublication(arrays, state, state)
+    _arrays, state, publication = published(tmp_path)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1)), 1))
     publication.pulse(PULSE)
