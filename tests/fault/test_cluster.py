@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import time
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
@@ -204,18 +205,24 @@ async def running(*writers: Writer) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+#: a follower of the stream may deliver what its leader has yet to take in; a leader that is cut off
+#: is behind by more
+LEADER_LAG_SECONDS = 1.0
+
+
 class Asker:
-    """Asks again and again where the log ends: an answer is no older than its question."""
+    """Asks again and again where the log ends: an answer is hardly older than its question."""
 
     def __init__(self, bus: NatsBus, reader: Reader) -> None:
         self._bus, self._reader = bus, reader
-        #: (what was told, what a reader had read before it was asked)
+        #: (what was told, what a reader had read a while before it was asked)
         self.told: list[tuple[int, int]] = []
         self.num_refused = 0
 
     async def run(self) -> None:
         while True:
-            had = self._reader.messages[-1].stream_sequence if self._reader.messages else 0
+            num_read = bisect(self._reader.times, time.monotonic() - LEADER_LAG_SECONDS)
+            had = self._reader.messages[num_read - 1].stream_sequence if num_read else 0
             try:
                 self.told.append((await self._bus.last_sequence(KV_EVENTS), had))
             except BusUnavailable:
@@ -588,7 +595,10 @@ async def step_down(bus: NatsBus) -> None:
 
 
 async def test_a_leader_that_gives_way_again_and_again_loses_nothing(cluster: Cluster) -> None:
-    """As in a rolling restart, where the next leader is there before anybody notices."""
+    """As in a rolling restart, where the next leader is there before anybody notices.
+
+    What is under way just then may be overtaken: ADR-0011.
+    """
     reader = Reader()
     async with NatsBus(cluster.urls) as bus, NatsBus(cluster.urls, busy_messages=0) as plain_bus:
         await declare(bus)
@@ -602,7 +612,7 @@ async def test_a_leader_that_gives_way_again_and_again_loses_nothing(cluster: Cl
         published = busy.published | plain.published
         await reader.has_all(published)
         report("leader stepped down", reader, busy, plain)
-        reader.assert_exact(published)
+        reader.assert_complete(published)
 
 
 @pytest.mark.parametrize("who", ["leader", pytest.param("follower", marks=slow)])
