@@ -96,8 +96,14 @@ def test_who_leaves_is_in_no_list() -> None:
     assert state.serving(served(state)) == [before[0], before[2]]
 
 
-def test_what_nobody_serves_is_not_remembered() -> None:
+def test_what_nobody_serves_is_neither_remembered_nor_searched_for() -> None:
     state, _ = a_fleet()
+    assert state.serving(served(state))
+    lists = state._serving._lists
+    assert lists is not None
+    known = dict(lists)
+    state._serving._views.clear()  # nobody looks at them again while nothing changes
     for number in range(100):
         assert state.serving(f"nobody's {number}") == []
-    assert not state._serving._lists
+    assert state._serving._lists is lists
+    assert lists == known

@@ -200,6 +200,13 @@ def test_the_tree_has_no_run_of_what_is_being_told(state: IndexState) -> None:
     assert {run.holders for run in walk(state.tree(9, 9))} == {(W1,)}
 
 
+def test_the_tree_keeps_what_hangs_below_a_run_that_is_being_told(state: IndexState) -> None:
+    take(state, a_batch(up(), stored(9, parent=8), worker="w2"))
+    lose_a_batch(state, stored(1, 2))
+    tell(state, inventory(7, 8, as_of=3, part=1, parts=2))
+    assert {run.holders for run in walk(state.tree(9, 9))} >= {(W1,), (W2,)}
+
+
 # --- cut short -----------------------------------------------------------------------------------
 
 

@@ -143,7 +143,7 @@ class Residency:
     def tree(self, depth: int, width: int) -> list[TreeRun]:
         """Return the radix view with instances by name, but for runs that show in no answer yet."""
         runs = map(self._run, self._index.tree(depth, width))
-        return [run for run in runs if run.holders]
+        return [run for run in runs if run.holders or run.children]
 
     def num_blocks(self) -> int:
         """Return the number of distinct blocks, also of those that show in no answer yet."""
@@ -196,5 +196,7 @@ class Residency:
             holders=self._named.shown(node.holders),
             num_pairs=node.num_pairs,
             num_children=node.num_children,
-            children=tuple(run for run in map(self._run, node.children) if run.holders),
+            children=tuple(
+                run for run in map(self._run, node.children) if run.holders or run.children
+            ),
         )
