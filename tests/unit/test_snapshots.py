@@ -329,6 +329,7 @@ async def test_the_oldest_one_near_the_beginning_of_the_log_is_told(
     async with a_service(bus) as service:
         await writer_of(service).look()
         assert status_of(service).headroom == 1
+        assert status_of(service).log_first == 3
     assert any("from where the log begins, 3" in line for line in warnings(caplog))
 
 
@@ -343,6 +344,7 @@ async def test_metrics_tell_of_snapshots(bus: MemoryBus) -> None:
     assert "kv_snapshots 1.0" in told
     assert "kv_snapshot_loaded 1.0" in told
     assert "kv_snapshot_headroom_sequences 1.0" in told
+    assert "kv_log_first_sequence 1.0" in told
     async with a_service(bus, None) as service:
         registry = CollectorRegistry()
         registry.register(SnapshotCollector(service))

@@ -26,6 +26,10 @@ class SnapshotCollector(Collector):
                 "Messages that the log may lose before the oldest snapshot is of no use",
                 value=status.headroom,
             )
+        if status.log_first is not None:
+            yield GaugeMetricFamily(
+                "kv_log_first_sequence", "First message that the log keeps", value=status.log_first
+            )
         for name, text, gauge in (
             ("kv_snapshots", "Snapshots that are kept", status.num_snapshots),
             ("kv_snapshot_bytes", "Size of the last one taken here", status.num_bytes),

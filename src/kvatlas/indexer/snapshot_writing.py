@@ -57,6 +57,8 @@ class SnapshotStatus(Struct):
     num_snapshots: int = 0
     #: messages that the log may lose before the oldest is of no use; None without any
     headroom: int | None = None
+    #: the first message that the log keeps; None before the first look
+    log_first: int | None = None
     num_written: int = 0
     num_failed: int = 0
     #: of the last one that was taken here
@@ -140,7 +142,7 @@ class SnapshotWriter:
         last = await self._bus.last_sequence(KV_EVENTS)
         status = self.status
         status.num_snapshots = len(entries)
-        status.headroom = headroom(entries, first)
+        status.headroom, status.log_first = headroom(entries, first), first
         if status.headroom is None or not is_near(status.headroom, first, last):
             return
         now = time.monotonic()

@@ -194,6 +194,9 @@ class StateCollector(Collector):
         for name, lag_ms in self._service.feed.convergence_ms().items():
             lags.add_metric([QUANTILES[name]], lag_ms / 1000)
         yield lags
+        if not feed.is_ready:
+            # what the log's past counts is no news: a start would look like all its faults at once
+            return
         for name, text, value in (
             ("kv_batches", "Batches folded in", stats.batches),
             ("kv_events", "Events folded in", stats.events),
