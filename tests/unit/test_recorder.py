@@ -69,12 +69,15 @@ async def test_a_question_is_made_when_somebody_looks_at_it(bus: MemoryBus) -> N
     outline = msgspec.structs.replace(whole, question=asked)
     made: list[str] = []
 
-    def question() -> Question:
-        made.append("again")
-        return whole.question
+    class Watched:
+        num_bytes = 0
+
+        def __call__(self) -> Question:
+            made.append("again")
+            return whole.question
 
     async with StreamDecisionLog(bus.publisher(KV_DECISIONS), SETTINGS) as log:
-        log.record(outline, question)
+        log.record(outline, Watched())
         assert (log.outline(whole.id), made) == (outline, [])
         assert log.find(whole.id) == whole
     [message] = await arrived.count(1)
@@ -163,3 +166,76 @@ def test_a_router_without_a_log_keeps_the_newest() -> None:
         log.record(decision)
     assert (log.find(one.id), log.find(two.id), log.find(three.id)) == (None, two, three)
     assert (len(log), log.num_dropped, log.num_waiting) == (2, 0, 0)
+
+
+def long_decisions(count: int, num_bytes: int) -> list[Decision]:
+    """Decisions about prompts whose chains have so many bytes."""
+    made = []
+    for decision in decisions(count):
+        [group] = decision.groups
+        group = msgspec.structs.replace(group, chain=bytes(num_bytes))
+        made.append(msgspec.structs.replace(decision, groups=(group,)))
+    return made
+
+
+def test_beyond_the_bytes_an_outline_is_kept() -> None:
+    settings = RouterSettings(max_kept_decision_bytes=250_000, max_kept_decisions=4)
+    log = MemoryDecisionLog(settings)
+    made = long_decisions(6, 100_000)
+    for decision in made:
+        log.record(decision)
+    assert [log.find(each.id) for each in made] == [None] * 4 + made[4:]
+    outlines = [log.outline(each.id) for each in made]
+    assert outlines[:2] == [None, None]
+    assert outlines[4:] == made[4:]
+    for outline, decision in zip(outlines[2:4], made[2:4], strict=True):
+        assert outline is not None
+        assert (outline.chosen, outline.plan) == (decision.chosen, decision.plan)
+        assert (outline.chain, outline.candidates, outline.question.candidates) == (b"", (), ())
+    assert (len(log), log.num_reduced) == (4, 4)
+    assert 200_000 < log.kept_bytes <= 250_000
+
+
+def test_what_a_client_or_a_fleet_makes_large_is_counted() -> None:
+    fleet = Fleet()
+    for number in range(300):
+        fleet.up(f"w{number}")
+    log = MemoryDecisionLog(RouterSettings())
+    router = fleet.router(log=log)
+    sizes = []
+    for count in (1, 300):
+        before = log.kept_bytes
+        router.route(a_request(a_prompt(64), max_candidates=count))
+        sizes.append(log.kept_bytes - before)
+    few, many = sizes
+    assert few > 256 * 11 * 8, "the question's columns"
+    assert many - few > 250 * 1_000, "the candidates that were asked for"
+
+
+def test_a_decision_larger_than_the_bound_is_an_outline_at_once() -> None:
+    log = MemoryDecisionLog(RouterSettings(max_kept_decision_bytes=1_000))
+    [decision] = decisions(1)
+    log.record(decision)
+    assert log.find(decision.id) is None
+    outline = log.outline(decision.id)
+    assert outline is not None
+    assert outline.chosen == decision.chosen
+    assert log.kept_bytes == 0
+
+
+async def test_what_waits_for_the_broker_is_bounded_in_bytes() -> None:
+    settings = RouterSettings(max_unrecorded_decision_bytes=250_000)
+    publisher = StuckPublisher()
+    async with StreamDecisionLog(publisher, settings, drain_seconds=0.01) as log:
+        for decision in long_decisions(5, 100_000):
+            log.record(decision)
+        assert (log.num_waiting, log.num_dropped) == (2, 3)
+
+
+async def test_room_for_bytes_comes_back_when_they_have_left(bus: MemoryBus) -> None:
+    settings = RouterSettings(max_unrecorded_decision_bytes=250_000)
+    async with StreamDecisionLog(bus.publisher(KV_DECISIONS), settings) as log:
+        for decision in long_decisions(5, 100_000):
+            log.record(decision)
+            await until(lambda: log.num_waiting == 0)
+        assert log.num_dropped == 0

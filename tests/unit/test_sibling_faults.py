@@ -1,9 +1,15 @@
 """What announcements must not do: repeat, lie, come late or come from too many."""
 
+import msgspec
 import pytest
 
 from kvatlas.router.requests import Report
-from kvatlas.router.siblings import MAX_SIBLINGS, SILENCE_SECONDS, SiblingState
+from kvatlas.router.siblings import (
+    MAX_RETOLD_CHAIN_BYTES,
+    MAX_SIBLINGS,
+    SILENCE_SECONDS,
+    SiblingState,
+)
 from kvatlas.router.signals import (
     Alive,
     Asked,
@@ -102,3 +108,13 @@ def test_impossible_plans_are_refused(compute_tokens: int) -> None:
     payload = encode_signal("other", routed("d", compute_tokens))
     with pytest.raises(MalformedSignal, match="impossible"):
         decode_signal(payload)
+
+
+def test_what_is_told_again_has_a_short_chain() -> None:
+    router, state = a_router()
+    state.said(msgspec.structs.replace(routed("r"), chain=bytes(16 * 1024)))
+    router.loads.of(InstanceId("w1", 0), 1, MODEL, 0.0)
+    router.loads.routed("r", InstanceId("w1", 0), routed("r").plan, 0.0, 0.0)
+    [again] = state.take("other", Joined(), 1.0)
+    assert isinstance(again, Routed)
+    assert len(again.chain) == MAX_RETOLD_CHAIN_BYTES

@@ -9,7 +9,12 @@ import pytest
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.subjects import ROUTERS
 from kvatlas.router.requests import Report
-from kvatlas.router.siblings import SILENCE_SECONDS, Siblings, SiblingState
+from kvatlas.router.siblings import (
+    MAX_WAITING_WITH_CHAIN,
+    SILENCE_SECONDS,
+    Siblings,
+    SiblingState,
+)
 from kvatlas.router.signals import Alive, Routed, decode_signal, encode_signal
 from kvatlas.schemas.errors import MalformedSignal, UnknownDecision
 from kvatlas.schemas.ids import InstanceId
@@ -158,6 +163,18 @@ async def test_without_a_broker_it_routes_on_and_tells_later(group: Group) -> No
     one.router.route(a_request(PROMPT))
     one.bus.restore()
     await until(lambda: in_flight(other) == 1)
+
+
+async def test_without_a_broker_few_chains_wait_and_every_load(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    await until(lambda: one.siblings.num_siblings == other.siblings.num_siblings == 1)
+    one.bus.cut()
+    num_routed = MAX_WAITING_WITH_CHAIN + 88
+    for n in range(num_routed):
+        one.router.route(a_request(a_prompt(160, start=1_000 * n)))
+    one.bus.restore()
+    await until(lambda: in_flight(other) == num_routed)
+    assert len(other.router.overlay) <= MAX_WAITING_WITH_CHAIN < len(one.router.overlay)
 
 
 def test_a_signal_says_what_it_said() -> None:

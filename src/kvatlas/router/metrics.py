@@ -289,6 +289,7 @@ class StateCollector(Collector):
             ("kv_overlay_entries", "Decisions whose blocks are predicted", len(service.overlay)),
             ("kv_overlay_bytes", "Memory of predicted chains", service.overlay.num_bytes),
             ("kv_decisions_waiting", "Decisions not yet in the log", service.log.num_waiting),
+            ("kv_decisions_kept_bytes", "Memory of kept decisions", service.log.kept_bytes),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
@@ -296,5 +297,10 @@ class StateCollector(Collector):
             ("kv_overlay_confirmed", "Predictions that came true", service.overlay.num_confirmed),
             ("kv_overlay_expired", "Predictions that ran out", service.overlay.num_expired),
             ("kv_decisions_dropped", "Decisions lost to the log", service.log.num_dropped),
+            (
+                "kv_decisions_reduced",
+                "Kept decisions cut to an outline for want of bytes",
+                service.log.num_reduced,
+            ),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -13,6 +13,10 @@ from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.routing import Decision, encode_decision
 from kvatlas.schemas.settings import RouterSettings
 
+#: estimates of what a decision takes in memory: alone, for each score in it, and for each candidate
+#: of its question as an object
+OUTLINE_BYTES, SCORE_BYTES, CANDIDATE_BYTES = 4_096, 1_024, 384
+
 
 class DecisionLog(Protocol):
     """Where decisions go."""
@@ -27,6 +31,16 @@ class DecisionLog(Protocol):
         """Decisions that will never be in the log."""
         ...
 
+    @property
+    def kept_bytes(self) -> int:
+        """Estimated memory of the decisions that are kept whole."""
+        ...
+
+    @property
+    def num_reduced(self) -> int:
+        """Kept decisions that were reduced to their outline, for want of bytes."""
+        ...
+
     def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
         """Take a decision. Returns at once; what does not fit is dropped and counted.
 
@@ -35,19 +49,20 @@ class DecisionLog(Protocol):
         ...
 
     def find(self, decision_id: str) -> Decision | None:
-        """Return a recent decision, whole."""
+        """Return a recent decision, whole; None where it is no longer kept so."""
         ...
 
     def outline(self, decision_id: str) -> Decision | None:
-        """Return a recent decision, maybe without the candidates of its question. O(1)."""
+        """Return a recent decision, maybe without chains, candidates and its question's. O(1)."""
         ...
 
 
 class Recorded(NamedTuple):
-    """A decision, and what makes its question if it has none yet."""
+    """A decision, what makes its question if it has none yet, and what both take in memory."""
 
     outline: Decision
     question: LateQuestion | None
+    num_bytes: int
 
     def whole(self) -> Decision:
         """Return the decision with its question. O(candidates)."""
@@ -56,36 +71,96 @@ class Recorded(NamedTuple):
         return msgspec.structs.replace(self.outline, question=self.question())
 
 
+def recorded(decision: Decision, question: LateQuestion | None = None) -> Recorded:
+    """Return a decision with an estimate of its bytes: what grows with a request is counted."""
+    num_bytes = OUTLINE_BYTES + SCORE_BYTES * len(decision.candidates)
+    for group in decision.groups:
+        num_bytes += len(group.chain)
+    if question is None:
+        num_bytes += CANDIDATE_BYTES * len(decision.question.candidates)
+    else:
+        num_bytes += question.num_bytes
+    return Recorded(decision, question, num_bytes)
+
+
+def _outline_of(decision: Decision) -> Decision:
+    """Return a decision without all that grows with its request or its fleet."""
+    question = msgspec.structs.replace(decision.question, candidates=())
+    return msgspec.structs.replace(
+        decision,
+        question=question,
+        is_question_complete=False,
+        candidates=(),
+        groups=(),
+        chosen_group=0,
+    )
+
+
 class MemoryDecisionLog:
-    """The newest `max_kept_decisions` decisions, and no log behind it."""
+    """The newest decisions, and no log behind it.
+
+    Whole are those that fit into `max_kept_decision_bytes`, the newest first. Of the other newest
+    `max_kept_decisions` an outline is kept, which is what reports of their end need.
+    """
 
     num_waiting = num_dropped = 0
 
     def __init__(self, settings: RouterSettings) -> None:
         self._limit = settings.max_kept_decisions
-        self._kept: OrderedDict[str, Recorded] = OrderedDict()
+        self._limit_bytes = settings.max_kept_decision_bytes
+        #: both oldest first, and all of `_outlines` older than those here
+        self._whole: OrderedDict[str, Recorded] = OrderedDict()
+        self._outlines: OrderedDict[str, Decision] = OrderedDict()
+        self._num_bytes = 0
+        self._num_reduced = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._whole) + len(self._outlines)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_reduced(self) -> int:
+        return self._num_reduced
 
     def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
-        self._kept[decision.id] = Recorded(decision, question)
-        if len(self._kept) > self._limit:
-            self._kept.popitem(last=False)
+        self.keep(recorded(decision, question))
+
+    def keep(self, made: Recorded) -> None:
+        """Take a decision as `record` does, its size known."""
+        self._whole[made.outline.id] = made
+        self._num_bytes += made.num_bytes
+        while self._num_bytes > self._limit_bytes:
+            self._num_reduced += 1
+            oldest = self._pop_whole()
+            self._outlines[oldest.id] = _outline_of(oldest)
+        if len(self) > self._limit:
+            if self._outlines:
+                self._outlines.popitem(last=False)
+            else:
+                self._pop_whole()
 
     def find(self, decision_id: str) -> Decision | None:
-        found = self._kept.get(decision_id)
+        found = self._whole.get(decision_id)
         return found and found.whole()
 
     def outline(self, decision_id: str) -> Decision | None:
-        found = self._kept.get(decision_id)
-        return found and found.outline
+        found = self._whole.get(decision_id)
+        return self._outlines.get(decision_id) if found is None else found.outline
+
+    def _pop_whole(self) -> Decision:
+        _, oldest = self._whole.popitem(last=False)
+        self._num_bytes -= oldest.num_bytes
+        return oldest.outline
 
 
 class StreamDecisionLog:
     """Publishes decisions to their stream from a bounded queue; also keeps the newest in memory.
 
-    While the broker is away the queue fills, then new decisions are dropped and counted. Leaving
+    While the broker is away the queue fills, to `max_unrecorded_decisions` or
+    `max_unrecorded_decision_bytes`; then new decisions are dropped and counted. Leaving
     the context publishes what waits, for at most `drain_seconds`, and counts the rest as dropped.
     """
 
@@ -94,8 +169,10 @@ class StreamDecisionLog:
     ) -> None:
         self._publisher, self._drain_seconds = publisher, drain_seconds
         self._limit = settings.max_unrecorded_decisions
+        self._limit_bytes = settings.max_unrecorded_decision_bytes
         self._kept = MemoryDecisionLog(settings)
         self._waiting: deque[Recorded] = deque()
+        self._waiting_bytes = 0
         self._arrived = asyncio.Event()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
@@ -110,12 +187,23 @@ class StreamDecisionLog:
     def num_dropped(self) -> int:
         return self._num_dropped
 
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept.kept_bytes
+
+    @property
+    def num_reduced(self) -> int:
+        return self._kept.num_reduced
+
     def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
-        self._kept.record(decision, question)
-        if len(self._waiting) >= self._limit or self._is_closing:
+        made = recorded(decision, question)
+        self._kept.keep(made)
+        num_bytes = self._waiting_bytes + made.num_bytes
+        if len(self._waiting) >= self._limit or num_bytes > self._limit_bytes or self._is_closing:
             self._num_dropped += 1
             return
-        self._waiting.append(Recorded(decision, question))
+        self._waiting.append(made)
+        self._waiting_bytes = num_bytes
         self._arrived.set()
 
     def find(self, decision_id: str) -> Decision | None:
@@ -140,6 +228,7 @@ class StreamDecisionLog:
             await asyncio.wait([self._task])
         self._num_dropped += len(self._waiting)
         self._waiting.clear()
+        self._waiting_bytes = 0
 
     async def _run(self) -> None:
         while True:
@@ -147,7 +236,7 @@ class StreamDecisionLog:
             self._arrived.clear()
             while self._waiting:
                 await self._publish(self._waiting[0].whole())
-                self._waiting.popleft()
+                self._waiting_bytes -= self._waiting.popleft().num_bytes
             if self._is_closing:
                 await self._flush()
                 return

@@ -154,7 +154,7 @@ class RouterService:
         self.failures = Failures(
             self.settings.failure_pause_seconds, self.settings.max_failure_pause_seconds
         )
-        self.log: DecisionLog = log or MemoryDecisionLog(self.settings)
+        self.log: DecisionLog = MemoryDecisionLog(self.settings) if log is None else log
         self._candidates = Candidates(index, self.loads, self.overlay, fleet_key)
         self._clock, self._wall_ns = clock, wall_ns
         self.router_id = router_id or new_router_id()

@@ -49,8 +49,12 @@ ALIVE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 #: own requests that a router that has joined is told about
 MAX_RETOLD = 10_000
+#: bytes of the chain of each of them: predictions are short-lived, loads are not
+MAX_RETOLD_CHAIN_BYTES = 1_024
 #: signals that wait for the broker; older ones are dropped and counted
 MAX_WAITING = 10_000
+#: of which so many have their chain; the others tell of load only
+MAX_WAITING_WITH_CHAIN = 512
 #: how long another router may take to find a decision of its own
 ASK_SECONDS = 1.0
 #: routers that are heard; more are none of this fleet
@@ -80,7 +84,9 @@ class SiblingState:
     def said(self, signal: Signal) -> None:
         """Remember what this router says itself."""
         match signal:
-            case Routed(decision_id):
+            case Routed(decision_id, chain=chain):
+                if len(chain) > MAX_RETOLD_CHAIN_BYTES:
+                    signal = msgspec.structs.replace(signal, chain=chain[:MAX_RETOLD_CHAIN_BYTES])
                 self._own[decision_id] = signal
                 while len(self._own) > MAX_RETOLD:
                     del self._own[next(iter(self._own))]
@@ -197,6 +203,8 @@ class Siblings:
         self._state.said(signal)
         if len(self._waiting) == MAX_WAITING:
             self.num_dropped += 1
+        if len(self._waiting) >= MAX_WAITING_WITH_CHAIN and isinstance(signal, Routed):
+            signal = msgspec.structs.replace(signal, chain=b"")
         self._waiting.append(signal)
         self._is_due.set()
 

@@ -5,9 +5,9 @@
 A policy that wants objects gets the same as a Question, and what it says they cost is put back.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -26,8 +26,44 @@ if TYPE_CHECKING:
 #: longer pulls than any prompt, and still a number of 64 bits
 MAX_LEAST_PULL = 2**40
 
-#: a question that is made when somebody wants it
-LateQuestion = Callable[[], Question]
+
+class LateQuestion(Protocol):
+    """A question that is made when it is called."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes until then."""
+        ...
+
+    def __call__(self) -> Question:
+        """Make it. O(candidates)."""
+        ...
+
+
+class ColumnQuestion(NamedTuple):
+    """A late question of columns, without an object for each candidate."""
+
+    prompt_tokens: int
+    turn: int
+    seed: int
+    seats: "tuple[Seat, ...]"
+    #: the first NUM_ASKED columns of its candidates
+    asked: k.F64
+
+    @property
+    def num_bytes(self) -> int:
+        # without the seats themselves, which the lineup has
+        return self.asked.nbytes + 8 * len(self.seats)
+
+    def __call__(self) -> Question:
+        candidates = []
+        for seat, numbers in zip(self.seats, self.asked.tolist(), strict=True):
+            hbm, dram, ssd, remote, other, predicted, in_flight, queued, *rest = numbers
+            work, compute, pull = rest
+            held = int(hbm), int(dram), int(ssd), int(remote), int(other)
+            loads = int(in_flight), queued, work, compute, pull
+            candidates.append(Candidate(*seat, held, int(predicted), *loads))
+        return Question(self.prompt_tokens, self.turn, self.seed, tuple(candidates))
 
 
 class Slate:
@@ -123,7 +159,7 @@ class Slate:
         return self._late(seats, self.lines[lines, : k.NUM_ASKED]), False
 
     def _late(self, seats: "tuple[Seat, ...]", asked: k.F64) -> LateQuestion:
-        return partial(_question, self.prompt_tokens, self.turn, self.seed, seats, asked)
+        return ColumnQuestion(self.prompt_tokens, self.turn, self.seed, seats, asked)
 
     # --- what plans ask, see plans.Peers ---------------------------------------------------------
 
@@ -186,15 +222,3 @@ def numbers_of(settings: RouterSettings) -> k.F64:
     numbers = np.array(knobs(settings))
     numbers.flags.writeable = False
     return numbers
-
-
-def _question(
-    prompt_tokens: int, turn: int, seed: int, seats: "tuple[Seat, ...]", asked: k.F64
-) -> Question:
-    candidates = []
-    for seat, numbers in zip(seats, asked.tolist(), strict=True):
-        hbm, dram, ssd, remote, other, predicted, in_flight, queued, work, compute, pull = numbers
-        held = int(hbm), int(dram), int(ssd), int(remote), int(other)
-        loads = int(in_flight), queued, work, compute, pull
-        candidates.append(Candidate(*seat, held, int(predicted), *loads))
-    return Question(prompt_tokens, turn, seed, tuple(candidates))

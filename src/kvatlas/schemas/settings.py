@@ -158,8 +158,13 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_seconds: Positive = 600.0
     #: decisions waiting for the broker; more are dropped and counted
     max_unrecorded_decisions: Count = 10_000
-    #: decisions kept for GET /v1/decisions/{id}, and for reports of failures; some KB each
+    #: and their bytes: a decision has its prompt's hashes, 16 bytes a block
+    max_unrecorded_decision_bytes: Count = 64 * 1024**2
+    #: decisions kept for reports of failures and of what was reused
     max_kept_decisions: Count = 10_000
+    #: bytes of those that are kept whole, for GET /v1/decisions/{id}: some KB each, and 1 MB for a
+    #: prompt of a million tokens. Few show only the newest
+    max_kept_decision_bytes: Count = 64 * 1024**2
     #: of what policies draw; 0 takes another one at each start, so that replicas differ
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
