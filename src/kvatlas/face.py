@@ -10,6 +10,7 @@ from typing import Any, Self
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.http_server import Served, http_server
 from kvatlas.router.waiting import WaitingApp
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.settings import RouterSettings
 
 #: how long a broker may be away before it is said where the process can be asked about it
@@ -19,7 +20,11 @@ ANNOUNCE_SECONDS = 2.0
 class Wait:
     """What a role waits for and for how long; for a broker, once it is known which."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, conditions: Conditions | None = None
+    ) -> None:
+        #: what is wrong meanwhile, which is shown with what is waited for
+        self.conditions = conditions or Conditions()
         self._clock, self._since = clock, clock()
         self._step = "starting"
         self._bus: NatsBus | None = None
@@ -35,7 +40,8 @@ class Wait:
         step = self._step
         if self._bus is not None and not self._bus.connected:
             step = f"no broker at {self._bus.where}: trying"
-        return f"{step} for {self._clock() - self._since:.0f} s"
+        waiting = f"{step} for {self._clock() - self._since:.0f} s"
+        return "; ".join((waiting, *self.conditions.reasons.values()))
 
     def begin(self, step: str) -> None:
         """Go on to the next thing."""

@@ -2,6 +2,7 @@
 
 stopped        set by a signal, by the parent's end or by a part that fails
 wait           what keeps it from being of use
+conditions     what is wrong while it goes on (schemas/conditions.py), begun and ended by any part
 parts          what it is made of; they end behind the faces, the last first
 faces          what others see of it: HTTP servers (see face.py)
 announcement   where those are, on stdout
@@ -9,11 +10,15 @@ announcement   where those are, on stdout
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Literal
 
 from kvatlas.face import Announcement, Wait
+from kvatlas.schemas.conditions import Conditions, log_changes
 from kvatlas.worker_hooks.process import process_ended, signals_call
+
+_logger = logging.getLogger(__name__)
 
 
 class Role:
@@ -21,7 +26,9 @@ class Role:
 
     def __init__(self, stopped: "Stopped", announcement: "Announcement") -> None:
         self.stopped, self.announcement = stopped, announcement
-        self.wait = Wait()
+        self.conditions = Conditions()
+        log_changes(self.conditions, _logger)
+        self.wait = Wait(conditions=self.conditions)
         self.parts = contextlib.AsyncExitStack()
         self.faces = contextlib.AsyncExitStack()
 

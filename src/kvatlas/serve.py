@@ -77,7 +77,7 @@ async def serve_all(
         await enter(_archive(settings, bus, it.stopped))
         service = await enter(_index(settings, bus, it.stopped, folder))
         if not num_routers:
-            app, siblings = await enter(_router(settings, bus, service.index, service))
+            app, siblings = await enter(_router(it, settings, bus, service.index, service))
             await enter(siblings)
             await face.show(app)
             urls["router"] = face.url
@@ -89,7 +89,7 @@ async def serve_all(
             urls |= {f"router_{n}": url for n, url in enumerate(owned, 1)}
             await face.close()
             pages = await it.faces.enter_async_context(_face(it, settings, 0))
-            await pages.show(_index_app(settings, service))
+            await pages.show(_index_app(it, settings, service))
             urls["indexer"] = pages.url
         it.announcement.now(**urls, nats=shown(nats_url), archive=settings.archive.url)
         await it.stopped.wait()
@@ -110,7 +110,7 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
         if settings.indexer.shared_folder:
             await _warm()
             reader = SharedIndexReader(Path(settings.indexer.shared_folder))
-            app, siblings = await enter(_router(settings, bus, reader, reader))
+            app, siblings = await enter(_router(it, settings, bus, reader, reader))
             await face.show(app)
             if at.is_port_shared:
                 await own.show(app)
@@ -124,7 +124,7 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
                 it.announcement.soon(it.wait, router=face.url, nats=shown(settings.nats.url))
             await _connect(it, bus, settings)
             service = await enter(_index(settings, bus, it.stopped))
-            app, siblings = await enter(_router(settings, bus, service.index, service))
+            app, siblings = await enter(_router(it, settings, bus, service.index, service))
         await enter(siblings)
         await face.show(app)
         if at.is_port_shared:
@@ -144,7 +144,7 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
         await _connect(it, bus, settings)
         folder = _shared_folder(settings)
         service = await it.parts.enter_async_context(_index(settings, bus, it.stopped, folder))
-        await face.show(_index_app(settings, service))
+        await face.show(_index_app(it, settings, service))
         it.announcement.now(indexer=face.url, nats=shown(settings.nats.url))
         await it.stopped.wait()
 
@@ -227,19 +227,19 @@ def _shared_folder(settings: Settings) -> Path | None:
     return Path(settings.indexer.shared_folder) if settings.indexer.shared_folder else None
 
 
-def _index_app(settings: Settings, service: IndexService) -> RouterApp:
+def _index_app(it: Role, settings: Settings, service: IndexService) -> RouterApp:
     """Return what answers questions about the index over HTTP."""
     router = RouterService(
         service.index, service, settings.router, fleet_key=settings.fleet.key_bytes
     )
-    app = create_app(router, decides=False)
+    app = create_app(router, decides=False, conditions=it.conditions)
     _measure(app, service)
     return app
 
 
 @contextlib.asynccontextmanager
 async def _router(
-    settings: Settings, bus: Bus, index: IndexReader, feed: IndexFeed
+    it: Role, settings: Settings, bus: Bus, index: IndexReader, feed: IndexFeed
 ) -> AsyncGenerator[tuple[RouterApp, Siblings], None]:
     """Yield a router's application, and what is to be entered once there is a broker."""
     async with StreamDecisionLog(bus.publisher(KV_DECISIONS), settings.router) as log:
@@ -253,7 +253,7 @@ async def _router(
         state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
         siblings = Siblings(bus, state, router.log.find)
         router.say = siblings.say
-        app = create_app(router, siblings=siblings)
+        app = create_app(router, siblings=siblings, conditions=it.conditions)
         if isinstance(feed, IndexService):
             _measure(app, feed)
         yield app, siblings

@@ -30,6 +30,7 @@ from kvatlas.router.problems import (
 )
 from kvatlas.router.service import RouterService
 from kvatlas.router.siblings import Siblings
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import KvatlasError
 
 
@@ -37,7 +38,11 @@ class RouterApp(FastAPI):
     """A FastAPI application that answers the hot routes before FastAPI sees them."""
 
     def __init__(
-        self, service: RouterService, decides: bool, siblings: Siblings | None = None
+        self,
+        service: RouterService,
+        decides: bool,
+        siblings: Siblings | None,
+        conditions: Conditions,
     ) -> None:
         super().__init__(
             title=ABOUT["title"],
@@ -50,11 +55,11 @@ class RouterApp(FastAPI):
         self.service = service
         self._decides = decides
         self.metrics = RouterMetrics()
-        self.metrics.registry.register(StateCollector(service, siblings))
+        self.metrics.registry.register(StateCollector(service, siblings, conditions))
         router = MeteredRouter(service, self.metrics)
         self._hot = HotRoutes(router, service.settings, self.metrics.answered, decides)
         self.add_route("/openapi.json", self._document, include_in_schema=False)
-        self.include_router(control_routes(service, self.metrics.registry, siblings))
+        self.include_router(control_routes(service, self.metrics.registry, siblings, conditions))
         self.add_exception_handler(KvatlasError, _our_error)
         self.add_exception_handler(HTTPException, _http_error)
         self.add_exception_handler(RequestValidationError, _invalid)
@@ -102,13 +107,18 @@ class RouterApp(FastAPI):
 
 
 def create_app(
-    service: RouterService, *, decides: bool = True, siblings: Siblings | None = None
+    service: RouterService,
+    *,
+    decides: bool = True,
+    siblings: Siblings | None = None,
+    conditions: Conditions | None = None,
 ) -> RouterApp:
     """Return the application over a router; whoever owns the router's index and log runs it.
 
-    One that does not decide answers /v1/score and the control API only.
+    One that does not decide answers /v1/score and the control API only. `conditions` are those of
+    the process, which /readyz and /metrics show.
     """
-    return RouterApp(service, decides, siblings)
+    return RouterApp(service, decides, siblings, conditions or Conditions())
 
 
 def _answer(found: Problem, headers: dict[str, str] | None = None) -> Response:

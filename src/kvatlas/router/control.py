@@ -26,6 +26,7 @@ from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
 from kvatlas.router.siblings import Siblings
 from kvatlas.router.signals import MAX_DECISION_ID
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import UnknownDecision
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Decision
@@ -45,12 +46,16 @@ class Health(Struct, frozen=True):
 
 
 class Readiness(Struct, frozen=True):
-    """The index has caught up with what the stream held when it started."""
+    """The index has caught up with what the stream held when it started.
+
+    `conditions` are what is wrong while answers go on: name -> reason.
+    """
 
     status: str
     stream_sequence: int
     index_age_ms: float
     connected: bool
+    conditions: dict[str, str]
 
 
 class StatsAnswer(Struct, frozen=True):
@@ -92,7 +97,10 @@ ANSWERS = (Health, Readiness, WorkersAnswer, StatsAnswer, TreeAnswer, Decision)
 
 
 def control_routes(
-    service: RouterService, registry: CollectorRegistry, siblings: Siblings | None
+    service: RouterService,
+    registry: CollectorRegistry,
+    siblings: Siblings | None,
+    conditions: Conditions,
 ) -> APIRouter:
     """Return the routes of the control API; what siblings decided is found through them."""
     routes = APIRouter(default_response_class=Response, dependencies=[Depends(known_query)])
@@ -114,10 +122,19 @@ def control_routes(
     )
     async def readyz() -> Response:
         feed = service.feed
-        if feed.is_ready:
+        if feed.is_ready and not conditions.why_not_ready:
             age = _age(service)
-            return _json(Readiness("ready", age.stream_sequence, age.index_age_ms, age.connected))
-        why = problem(503, feed.why_not_ready)
+            return _json(
+                Readiness(
+                    "ready",
+                    age.stream_sequence,
+                    age.index_age_ms,
+                    age.connected,
+                    conditions.reasons,
+                )
+            )
+        catching_up = [] if feed.is_ready else [feed.why_not_ready]
+        why = problem(503, "; ".join([*catching_up, *conditions.reasons.values()]))
         return Response(why.encoded(), 503, headers_of(503), MEDIA_TYPE)
 
     @routes.get("/metrics", summary="Prometheus metrics", responses=_text())

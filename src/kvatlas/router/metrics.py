@@ -13,9 +13,11 @@ from prometheus_client.registry import Collector
 
 from kvatlas import __version__
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
+from kvatlas.router.condition_metric import condition_gauge
 from kvatlas.router.requests import Report, ScoreRequest
 from kvatlas.router.service import Outcome, Router, RouterService
 from kvatlas.router.siblings import Siblings
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import IndexUnavailable, KvatlasError
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.routing import Decision
@@ -160,8 +162,11 @@ class MeteredRouter:
 class StateCollector(Collector):
     """Reads gauges and totals from the router's parts when somebody asks for them."""
 
-    def __init__(self, service: RouterService, siblings: Siblings | None) -> None:
+    def __init__(
+        self, service: RouterService, siblings: Siblings | None, conditions: Conditions
+    ) -> None:
         self._service, self._siblings = service, siblings
+        self._conditions = conditions
 
     def collect(self) -> Iterable[Metric]:
         """Yield the state of this moment."""
@@ -275,6 +280,7 @@ class StateCollector(Collector):
         info = GaugeMetricFamily("kv_build_info", "1", labels=["version", "policy"])
         info.add_metric([__version__, service.policy.name], 1)
         yield info
+        yield condition_gauge(self._conditions)
         if self._siblings is not None:
             yield GaugeMetricFamily(
                 "kv_router_siblings", "Other routers heard", value=self._siblings.num_siblings

@@ -21,6 +21,7 @@ from kvatlas.router.problems import Problem
 from kvatlas.router.requests import Report
 from kvatlas.router.service import RouterService
 from kvatlas.router.signals import MAX_DECISION_ID
+from kvatlas.schemas.conditions import Conditions
 
 _REFERENCE = "#/components/schemas/{name}"
 
@@ -36,7 +37,7 @@ def document(decides: bool) -> dict[str, Any]:
     """Return the document of an application that is not there yet."""
     app = FastAPI(title=ABOUT["title"], version=ABOUT["version"], summary=ABOUT["summary"])
     nobody = cast(RouterService, None)  # the routes are described, none is asked
-    app.include_router(control_routes(nobody, CollectorRegistry(), None))
+    app.include_router(control_routes(nobody, CollectorRegistry(), None, Conditions()))
     return complete(app.openapi(), decides)
 
 

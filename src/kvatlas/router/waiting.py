@@ -1,6 +1,6 @@
 """What a router answers before it can answer: that it is alive, and what it waits for.
 
-    GET /healthz   200        GET /metrics         kv_connected, kv_ready, kv_build_info
+    GET /healthz   200        GET /metrics         kv_connected, kv_ready, kv_condition, ...
     GET /readyz    503        GET /, /openapi.json as later; the page says what is waited for
                               all others           503, and when to try again
 
@@ -17,10 +17,12 @@ from prometheus_client.registry import Collector
 
 from kvatlas import __version__
 from kvatlas.router.answers import encoded
+from kvatlas.router.condition_metric import condition_gauge
 from kvatlas.router.control import PAGE_POLICY, Health
 from kvatlas.router.hot import Receive, Scope, Send, send_answer
 from kvatlas.router.openapi import document
 from kvatlas.router.problems import problem
+from kvatlas.schemas.conditions import Conditions
 
 
 class Wait(Protocol):
@@ -32,8 +34,13 @@ class Wait(Protocol):
         ...
 
     @property
+    def conditions(self) -> Conditions:
+        """What is wrong meanwhile."""
+        ...
+
+    @property
     def why(self) -> str:
-        """What it waits for, and since when."""
+        """What it waits for, since when, and what is wrong."""
         ...
 
 
@@ -77,6 +84,7 @@ class _WaitCollector(Collector):
             info,
             GaugeMetricFamily("kv_connected", "Broker is there", value=connected),
             GaugeMetricFamily("kv_ready", "Index has caught up", value=0.0),
+            condition_gauge(self._wait.conditions),
         ]
 
 
