@@ -177,19 +177,79 @@ class TestRates:
     def test_a_rate_follows_what_workers_report(self, world: World) -> None:
         for n in range(60):
             world.routed(f"a{n}", 1_000)
+            world.now += 0.25
             world.done(f"a{n}", Report(computed_tokens=1_000, prefill_ms=250.0))
         assert world.of().compute_ms_per_token == pytest.approx(0.25, rel=0.05)
 
     def test_a_new_worker_starts_with_what_the_others_taught(self, world: World) -> None:
         for n in range(60):
             world.routed(f"a{n}", 1_000)
+            world.now += 0.25
             world.done(f"a{n}", Report(computed_tokens=1_000, prefill_ms=250.0))
         assert world.of(W2).compute_ms_per_token == pytest.approx(0.25, rel=0.05)
 
-    def test_one_strange_report_moves_little(self, world: World) -> None:
+    def test_one_strange_report_moves_nothing(self, world: World) -> None:
         world.routed("a", 1_000)
+        world.now = 1e9
         world.done("a", Report(computed_tokens=1_000, prefill_ms=1e9))
-        assert world.of().compute_ms_per_token < 3.0
+        assert world.of().compute_ms_per_token == 1.0
+        assert world.loads.num_implausible == 0
+
+    def test_a_time_that_has_not_passed_teaches_nothing(self, world: World) -> None:
+        for n in range(60):
+            world.routed(f"a{n}", 1_000)
+            world.now += 0.25
+            world.done(f"a{n}", Report(computed_tokens=1_000, prefill_ms=1e6, ttft_ms=0.0))
+        assert world.of().compute_ms_per_token == 1.0
+        assert world.loads.num_implausible == 60
+
+    def test_a_whole_latency_is_no_prefill(self, world: World) -> None:
+        """Of 1,000 output tokens some of the time has to be theirs."""
+        for n in range(60):
+            world.routed(f"a{n}", 1_000)
+            world.now += 20.0
+            report = Report(computed_tokens=1_000, prefill_ms=19_999.0, output_tokens=1_000)
+            world.done(f"a{n}", report)
+        assert world.of().compute_ms_per_token == 1.0
+
+    def test_false_reports_about_workers_leave_them_comparable(self, world: World) -> None:
+        for n in range(300):
+            world.routed(f"slow{n}", 1_000, W1)
+            world.routed(f"fast{n}", 1_000, W2)
+            world.now += 30.0
+            world.done(f"slow{n}", Report(computed_tokens=1_000, prefill_ms=30_000.0))
+            world.done(f"fast{n}", Report(computed_tokens=1_000, prefill_ms=1e-3))
+        slow, fast = world.of(W1), world.of(W2)
+        assert slow.compute_ms_per_token <= 9 * fast.compute_ms_per_token
+
+    def test_a_worker_that_is_avoided_is_judged_as_its_peers_after_a_while(
+        self, world: World
+    ) -> None:
+        for n in range(20):
+            world.routed(f"a{n}", 1_000, W1)
+            world.routed(f"b{n}", 1_000, W2)
+            world.now += 1.0
+            world.done(f"b{n}", Report(computed_tokens=1_000, prefill_ms=1_000.0))
+            world.now += 2.0
+            world.done(f"a{n}", Report(computed_tokens=1_000, prefill_ms=2_500.0))
+        assert world.of(W1).compute_ms_per_token == pytest.approx(2.5)
+        for n in range(60):  # only the other one is asked, for five minutes
+            world.now += 5.0
+            world.routed(f"c{n}", 1_000, W2)
+            world.now += 1.0
+            world.done(f"c{n}", Report(computed_tokens=1_000, prefill_ms=1_000.0))
+        assert world.of(W1).compute_ms_per_token == pytest.approx(1.0)
+
+    def test_what_is_learnt_stays_while_the_whole_model_is_idle(self, world: World) -> None:
+        for n in range(20):
+            world.routed(f"a{n}", 1_000, W1)
+            world.now += 1.0
+            world.done(f"a{n}", Report(computed_tokens=1_000, prefill_ms=500.0))
+        for _ in range(50):
+            world.now += 10.0
+            world.of(W1)
+            world.loads.expire(world.now)
+        assert world.of(W1).compute_ms_per_token == pytest.approx(0.5)
 
     def test_tiny_prefills_teach_nothing(self, world: World) -> None:
         world.routed("a", 10)
@@ -200,6 +260,7 @@ class TestRates:
         for n in range(60):
             world.routed(f"a{n}", 900)
             report = Report(computed_tokens=100, pulled_blocks=50, pull_ms=85.0)
+            world.now += 0.1
             world.done(f"a{n}", report)
         assert world.of().pull_ms_per_token == pytest.approx(0.1, rel=0.05)
 

@@ -51,8 +51,8 @@ def test_f62_cold_requests_avoid_the_slow_worker() -> None:
         answer = router.route(a_request(a_prompt(800, start=1_000 * n)))
         taken[answer.worker] += 1
         slowness = 4.0 if answer.worker == "w1" else 1.0
-        report = Report(prefill_ms=80.0 * slowness, computed_tokens=800)
-        router.clock.advance(0.025)
+        report = Report(prefill_ms=20.0 * slowness, computed_tokens=800)
+        router.clock.advance(0.1)
         router.prefilled(answer.decision_id, report)
         router.done(answer.decision_id, report)
     assert taken["w1"] < 200 / 4 / 2
@@ -133,6 +133,10 @@ def test_f67_a_prediction_is_no_match_and_what_became_of_it_is_counted() -> None
     assert f'kv_failed_requests_total{{worker="{first.worker}"}} 2.0' in shown
     assert f'kv_expected_reuse_tokens_total{{worker="{hit.worker}"}} 1600.0' in shown
     assert f'kv_actual_reuse_tokens_total{{worker="{hit.worker}"}} 160.0' in shown
+    usual = metered.route(a_request(PROMPT))
+    metered.done(usual.decision_id, Report(cached_tokens=800, prompt_tokens=1_600))
+    shown = generate_latest(app.metrics.registry).decode()
+    assert f'kv_actual_reuse_tokens_total{{worker="{hit.worker}"}} 960.0' in shown
 
 
 # --- afterwards -----------------------------------------------------------------------------------

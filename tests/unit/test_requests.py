@@ -470,6 +470,33 @@ class TestReports:
     def test_nothing_has_to_be_said(self) -> None:
         assert decode_report(b"", "") == decode_report(b"{}", JSON) == Report()
 
+    @pytest.mark.parametrize(
+        "usage",
+        [
+            {
+                "prompt_tokens": 640,
+                "completion_tokens": 7,
+                "total_tokens": 647,
+                "prompt_tokens_details": {"cached_tokens": 512, "audio_tokens": None},
+            },
+            {
+                "input_tokens": 640,
+                "output_tokens": 7,
+                "input_tokens_details": {"cached_tokens": 512},
+            },
+        ],
+        ids=["chat", "responses"],
+    )
+    def test_an_engines_usage_is_read_as_it_stands(self, usage: dict[str, Any]) -> None:
+        body = msgspec.json.encode({"usage": usage, "ttft_ms": 3.0})
+        expected = Report(ttft_ms=3.0, cached_tokens=512, prompt_tokens=640, output_tokens=7)
+        assert decode_report(body, JSON) == expected
+
+    def test_a_usage_without_details_says_nothing_of_the_cache(self) -> None:
+        usage = {"prompt_tokens": 640, "completion_tokens": 7, "prompt_tokens_details": None}
+        body = msgspec.json.encode({"usage": usage, "output_tokens": 9})
+        assert decode_report(body, JSON) == Report(prompt_tokens=640, output_tokens=9)
+
     def test_json_and_msgpack_say_the_same(self) -> None:
         body = {"ttft_ms": 12.5, "computed_tokens": 7, "pulled_blocks": 1, "failed": False}
         expected = Report(ttft_ms=12.5, computed_tokens=7, pulled_blocks=1)

@@ -210,12 +210,38 @@ class TestReports:
                 break
         assert router.score(a_request(PROMPT)).num_candidates > 1
 
+    def test_what_an_engine_reports_as_cached_says_what_was_computed(self, fleet: Fleet) -> None:
+        router = fleet.router()
+        answer = router.route(a_request(a_prompt(1_600)))
+        before = router.load_of(InstanceId(answer.worker, answer.rank))
+        report = Report(cached_tokens=1_200, prompt_tokens=1_600)
+        assert router.done(answer.decision_id, report).applied
+        after = router.load_of(InstanceId(answer.worker, answer.rank))
+        assert before is not None
+        assert after is not None
+        assert after.work_ms == pytest.approx(before.work_ms / 4)
+
+    def test_a_failure_counts_once_however_often_it_is_reported(self, fleet: Fleet) -> None:
+        router = fleet.router()
+        answer = router.route(a_request(a_prompt(160)))
+        instance = InstanceId(answer.worker, answer.rank)
+        for _ in range(20):
+            router.done(answer.decision_id, Report(failed=True))
+            router.clock.advance(1.0)
+        assert not router.failures.avoided(router.clock())
+
+        answer = router.route(a_request(a_prompt(160)))
+        for _ in range(20):
+            router.prefilled(answer.decision_id, Report(failed=True))
+            router.clock.advance(1.0)
+        assert not router.failures.avoided(router.clock()), instance
+
     def test_workers_that_prove_fast_get_more(self, fleet: Fleet) -> None:
         router = fleet.router(seed=3)
         for n in range(200):
-            router.clock.advance(0.01)
             answer = router.route(a_request(a_prompt(1_600, start=10_000 * n)))
             ms = 40.0 if answer.worker == "w1" else 160.0
+            router.clock.advance(0.2)
             report = Report(computed_tokens=1_600, prefill_ms=ms, ttft_ms=ms)
             router.done(answer.decision_id, report)
         asked = router.score(a_request(a_prompt(1_600, start=9_999_999)))

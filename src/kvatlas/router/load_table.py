@@ -7,39 +7,17 @@
 Kept by loads.py, which says what they mean; `price_kernel.fill_loads` is the pass.
 """
 
+import math
 from typing import overload
 
 import numpy as np
 
 from kvatlas.router import price_kernel as k
+from kvatlas.router.rates import WORKER_SAMPLES, RateEstimate
 
-#: tokens that a prior counts for, against those of reports
-PRIOR_TOKENS = 2_000.0
-#: part by which each report replaces what was known before
-LEARNING_RATE = 0.1
-#: a single report moves a rate by at most this factor
-MAX_SURPRISE = 16.0
 FIRST_ROWS = 64
 #: far above what a worker says of its epoch, and still a number of 64 bits
 MAX_EPOCH = 2**62
-
-
-class Rate:
-    """Milliseconds per token, learnt from reports that are weighted by their tokens."""
-
-    def __init__(self, ms_per_token: float) -> None:
-        #: the present estimate
-        self.ms_per_token = ms_per_token
-        self._tokens = PRIOR_TOKENS
-        self._ms = PRIOR_TOKENS * ms_per_token
-
-    def learn(self, tokens: int, ms: float) -> None:
-        """Take a report in."""
-        known = self.ms_per_token * tokens
-        ms = min(max(ms, known / MAX_SURPRISE), known * MAX_SURPRISE)
-        self._tokens += LEARNING_RATE * (tokens - self._tokens)
-        self._ms += LEARNING_RATE * (ms - self._ms)
-        self.ms_per_token = self._ms / self._tokens
 
 
 class LoadTable:
@@ -104,11 +82,22 @@ class WorkerLoad:
     as_of, seen_at = _Cell(k.AS_OF), _Cell(k.SEEN_AT)
     compute_ms_per_token, pull_ms_per_token = _Cell(k.COMPUTE_RATE), _Cell(k.PULL_RATE)
 
-    def __init__(self, table: LoadTable, epoch: int, model: str, rates: tuple[float, float]):
+    def __init__(
+        self,
+        table: LoadTable,
+        epoch: int,
+        model: str,
+        rates: tuple[float, float],
+        max_rate_ratio: float,
+    ) -> None:
         self.table, self.row = table, table.take()
         self.first_cell = self.row * k.NUM_LOADS
         self.model = model
-        self._compute, self._pull = Rate(rates[0]), Rate(rates[1])
+        self._compute, self._pull = (
+            RateEstimate(rate, WORKER_SAMPLES, max_rate_ratio) for rate in rates
+        )
+        #: when the newest report of a rate came, or the last one before it was dropped; seconds
+        self.learnt_at = self.faded_at = -math.inf
         self.compute_ms_per_token, self.pull_ms_per_token = rates
         self._set_epoch(epoch)
 
@@ -137,12 +126,35 @@ class WorkerLoad:
         if self.work_ms:
             self.work_ms *= 0.5 ** (seconds / half_life_seconds)
 
-    def learn_compute(self, tokens: int, ms: float) -> None:
-        """Take in how long it computed."""
-        self._compute.learn(tokens, ms)
-        self.compute_ms_per_token = self._compute.ms_per_token
+    @property
+    def num_samples(self) -> int:
+        """Number of reports that its rates rest on."""
+        return len(self._compute) + len(self._pull)
 
-    def learn_pull(self, tokens: int, ms: float) -> None:
-        """Take in how long its pulls took, without their fixed part."""
-        self._pull.learn(tokens, ms)
+    def learn_compute(self, tokens: int, ms: float, model_rate: float, now: float) -> None:
+        """Add a report of how long it computed."""
+        self.learnt_at = now
+        self._compute.learn(tokens, ms, model_rate)
+        self._set_rates()
+
+    def learn_pull(self, tokens: int, ms: float, model_rate: float, now: float) -> None:
+        """Add a report of how long its pulls took, without their fixed part."""
+        self.learnt_at = now
+        self._pull.learn(tokens, ms, model_rate)
+        self._set_rates()
+
+    def fade(self, compute_rate: float, pull_rate: float) -> None:
+        """Drop the oldest report of each rate: what is learnt comes nearer to the model's rates."""
+        self._compute.drop_oldest(compute_rate)
+        self._pull.drop_oldest(pull_rate)
+        self._set_rates()
+
+    def follow(self, compute_rate: float, pull_rate: float) -> None:
+        """Take the model's rates as they are by now, as far as too little is learnt of its own."""
+        self._compute.follow(compute_rate)
+        self._pull.follow(pull_rate)
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        self.compute_ms_per_token = self._compute.ms_per_token
         self.pull_ms_per_token = self._pull.ms_per_token

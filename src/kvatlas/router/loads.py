@@ -8,6 +8,7 @@ A report that a prefill has ended says where `drained` was at that moment, so er
 prediction end there and never add up. Pure: callers pass the time in seconds of a monotonic clock.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from msgspec import Struct
 
 from kvatlas.indexer.kernel import IS_COMPILED
 from kvatlas.router import price_kernel as k
-from kvatlas.router.load_table import MAX_EPOCH, LoadTable, Rate, WorkerLoad
+from kvatlas.router.load_table import MAX_EPOCH, LoadTable, WorkerLoad
+from kvatlas.router.rates import ModelRate, is_plausible
 from kvatlas.router.requests import Report
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan
@@ -26,6 +28,11 @@ from kvatlas.schemas.settings import RouterSettings
 #: reports of less tell the overhead of a step, not a rate
 MIN_LEARNT_TOKENS = 32
 MAX_REQUESTS = 1_000_000
+#: a worker that reports no rate for so long, while others of its model do, is judged less by its
+#: old reports, by one each interval: one that is priced too high gets no requests to correct it
+FADE_AFTER_SECONDS, FADE_INTERVAL_SECONDS = 60.0, 10.0
+#: how often rates are compared with those of their model
+COMPARE_SECONDS = 1.0
 
 
 class Load(Struct, frozen=True, gc=False):
@@ -69,8 +76,10 @@ class _Model:
     """Priors of a model's workers: what all of them turned out to be."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self.compute = Rate(1000 / settings.prefill_tokens_per_second)
-        self.pull = Rate(1000 / settings.pull_tokens_per_second)
+        self.compute = ModelRate(1000 / settings.prefill_tokens_per_second)
+        self.pull = ModelRate(1000 / settings.pull_tokens_per_second)
+        #: when the newest report of a rate came; seconds
+        self.learnt_at = -math.inf
 
 
 class _Request(Struct):
@@ -107,7 +116,9 @@ class Loads:
         #: by time of the last sign of life, oldest first
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self.num_expired = 0
-        self._swept_at = 0.0
+        #: reports whose times cannot be true, so that no rate was learnt from them
+        self.num_implausible = 0
+        self._swept_at = self._compared_at = 0.0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -199,6 +210,11 @@ class Loads:
             origin=origin,
         )
 
+    def prompt_of(self, request_id: str) -> tuple[int, int] | None:
+        """Return a counted request's (tokens, tokens of a block), None once it no longer counts."""
+        request = self._requests.get(request_id)
+        return None if request is None else (request.num_tokens, request.block_tokens)
+
     def instance_of(self, request_id: str) -> InstanceId | None:
         """Return where a request was sent, None once it no longer counts."""
         request = self._requests.get(request_id)
@@ -242,6 +258,9 @@ class Loads:
 
     def expire(self, now: float) -> None:
         """Forget requests without a sign of life, and instances that nobody asks about."""
+        if now - self._compared_at >= COMPARE_SECONDS:
+            self._compared_at = now
+            self._compare(now)
         timeout = self._settings.request_timeout_seconds
         while self._requests:
             request = next(iter(self._requests.values()))
@@ -283,7 +302,8 @@ class Loads:
             if model not in means:
                 means[model] = self._mean_work_ms(model, now)
             rates = prior.compute.ms_per_token, prior.pull.ms_per_token
-            worker = self._workers[instance] = WorkerLoad(self._table, epoch, model, rates)
+            ratio = self._settings.max_rate_ratio
+            worker = self._workers[instance] = WorkerLoad(self._table, epoch, model, rates, ratio)
             worker.work_ms, worker.as_of, worker.seen_at = means[model], now, now
 
     def _mean_work_ms(self, model: str, now: float) -> float:
@@ -291,6 +311,19 @@ class Loads:
         for other in others:
             other.advance(now, self._settings.work_half_life_seconds)
         return sum(worker.work_ms for worker in others) / len(others) if others else 0.0
+
+    def _compare(self, now: float) -> None:
+        """Bring rates of which little is known nearer to those of their model. O(workers)"""
+        for worker in self._workers.values():
+            model = self._models[worker.model]
+            rates = model.compute.ms_per_token, model.pull.ms_per_token
+            is_silent = worker.learnt_at + FADE_AFTER_SECONDS <= now
+            if is_silent and worker.num_samples and model.learnt_at > worker.learnt_at:
+                if worker.faded_at + FADE_INTERVAL_SECONDS <= now:
+                    worker.faded_at = now
+                    worker.fade(*rates)
+            else:
+                worker.follow(*rates)
 
     def _leave(self, instance: InstanceId) -> None:
         self._version += 1
@@ -318,23 +351,42 @@ class Loads:
         if report.computed_tokens is not None and not request.is_learnt:
             request.is_learnt = True
             computed_tokens = min(report.computed_tokens, request.num_tokens)
-            self._learn(worker, request, report, computed_tokens)
+            self._learn(worker, request, report, computed_tokens, now)
 
     def _learn(
-        self, worker: WorkerLoad, request: _Request, report: Report, computed_tokens: int
+        self,
+        worker: WorkerLoad,
+        request: _Request,
+        report: Report,
+        computed_tokens: int,
+        now: float,
     ) -> None:
         model = self._models[worker.model]
         actual_ms = computed_tokens * worker.compute_ms_per_token
         worker.work_ms = max(worker.work_ms + actual_ms - request.compute_ms, 0.0)
-        if report.prefill_ms and computed_tokens >= MIN_LEARNT_TOKENS:
-            worker.learn_compute(computed_tokens, report.prefill_ms)
-            model.compute.learn(computed_tokens, report.prefill_ms)
+        elapsed_ms = 1000 * (now - request.routed_at)
         pulled_tokens = (report.pulled_blocks or 0) * request.block_tokens
         pulled_tokens = min(pulled_tokens, request.num_tokens)
-        if report.pull_ms and pulled_tokens >= MIN_LEARNT_TOKENS:
-            moving_ms = max(report.pull_ms - self._settings.pull_fixed_ms, 0.0)
-            worker.learn_pull(pulled_tokens, moving_ms)
-            model.pull.learn(pulled_tokens, moving_ms)
+        reported = [
+            (report.prefill_ms, computed_tokens, 0.0, model.compute, worker.learn_compute),
+            (
+                report.pull_ms,
+                pulled_tokens,
+                self._settings.pull_fixed_ms,
+                model.pull,
+                worker.learn_pull,
+            ),
+        ]
+        for took_ms, tokens, fixed_ms, rate, learn in reported:
+            if not took_ms or tokens < MIN_LEARNT_TOKENS:
+                continue
+            if not is_plausible(took_ms, elapsed_ms, report.ttft_ms, report.output_tokens):
+                self.num_implausible += 1
+                continue
+            model.learnt_at = now
+            moving_ms = max(took_ms - fixed_ms, 0.0)
+            rate.learn(tokens, moving_ms)
+            learn(tokens, moving_ms, rate.ms_per_token, now)
 
 
 def _load(worker: WorkerLoad) -> Load:

@@ -20,7 +20,7 @@ from kvatlas.router.siblings import Siblings
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import IndexUnavailable, KvatlasError
 from kvatlas.schemas.fleet import Trust
-from kvatlas.schemas.routing import Decision
+from kvatlas.schemas.routing import Decision, Plan
 
 SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1)
 #: of convergence_ms, as Prometheus names them
@@ -151,12 +151,29 @@ class MeteredRouter:
         if report.failed:
             metrics.failed.labels(worker).inc()
             return
-        if report.local_blocks is not None:
+        reused_tokens = _reused_tokens(decision.plan, report)
+        if reused_tokens is not None:
             plan = decision.plan
             metrics.expected_reuse.labels(worker).inc(plan.reuse_blocks * plan.block_tokens)
-            metrics.actual_reuse.labels(worker).inc(report.local_blocks * plan.block_tokens)
+            metrics.actual_reuse.labels(worker).inc(reused_tokens)
         if report.ttft_ms is not None and decision.chosen.expected_ttft_ms > 0:
             metrics.ttft_ratio.observe(report.ttft_ms / decision.chosen.expected_ttft_ms)
+
+
+def _reused_tokens(plan: Plan, report: Report) -> int | None:
+    """Return how many tokens of its own cache the worker reused, None if nothing says so.
+
+    What an engine reports as cached includes what was pulled for the request.
+    """
+    if report.local_blocks is not None:
+        return report.local_blocks * plan.block_tokens
+    if report.cached_tokens is None:
+        return None
+    pulled_blocks = report.pulled_blocks
+    if pulled_blocks is None:
+        pulled_blocks = sum(step.num_blocks for step in plan.pulls)
+    cached_tokens = min(report.cached_tokens, plan.num_tokens)
+    return max(cached_tokens - pulled_blocks * plan.block_tokens, 0)
 
 
 class StateCollector(Collector):
@@ -300,6 +317,11 @@ class StateCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
             ("kv_requests_expired", "Requests never reported done", service.loads.num_expired),
+            (
+                "kv_implausible_reports",
+                "Reported times that cannot be true, from which no rate was learnt",
+                service.loads.num_implausible,
+            ),
             ("kv_overlay_confirmed", "Predictions that came true", service.overlay.num_confirmed),
             ("kv_overlay_expired", "Predictions that ran out", service.overlay.num_expired),
             ("kv_decisions_dropped", "Decisions lost to the log", service.log.num_dropped),

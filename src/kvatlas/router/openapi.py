@@ -18,7 +18,7 @@ from kvatlas.router.bodies import (
 from kvatlas.router.control import ANSWERS, PROBLEM_RESPONSE, control_routes
 from kvatlas.router.hot import DONE, PREFILLED, REPORTS, ROUTE, SCORE
 from kvatlas.router.problems import Problem
-from kvatlas.router.requests import Report
+from kvatlas.router.requests import ReportBody
 from kvatlas.router.service import RouterService
 from kvatlas.router.signals import MAX_DECISION_ID
 from kvatlas.schemas.conditions import Conditions
@@ -54,7 +54,7 @@ def complete(document: dict[str, Any], decides: bool) -> dict[str, Any]:
         PackedScoreBody,
         ScoreAnswer,
         RouteAnswer,
-        Report,
+        ReportBody,
         ReportAnswer,
     )
     _, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
@@ -128,8 +128,8 @@ def _reporting(summary: str) -> dict[str, Any]:
         "requestBody": {
             "required": False,
             "content": {
-                "application/json": {"schema": _ref(Report)},
-                "application/x-msgpack": {"schema": _ref(Report)},
+                "application/json": {"schema": _ref(ReportBody)},
+                "application/x-msgpack": {"schema": _ref(ReportBody)},
             },
         },
         "responses": _responses(ReportAnswer, (400, 404, 413, 415)),

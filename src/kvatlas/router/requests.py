@@ -90,10 +90,11 @@ class ScoreRequest(Struct, frozen=True):
         return f"ScoreRequest(model={self.model!r}, {prompt})"
 
 
-class Report(Struct, frozen=True, forbid_unknown_fields=True):
+class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What became of a routed request, or of its prefill; what is left out is unknown.
 
-    `prefill_ms` is computing time without waiting, `ttft_ms` all since the decision.
+    `prefill_ms` is computing time without waiting and without output, `ttft_ms` all since the
+    decision. Times that cannot be true teach the router nothing; the rest of the report counts.
     """
 
     ttft_ms: Milliseconds | None = None
@@ -104,11 +105,58 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True):
     pull_ms: Milliseconds | None = None
     output_tokens: Amount | None = None
     failed: bool = False
+    #: of the prompt, as engines report it: reused from the worker's cache or pulled from a peer
+    cached_tokens: Amount | None = None
+    #: of the prompt, as the engine counts it; with `cached_tokens` it gives `computed_tokens`
+    prompt_tokens: Amount | None = None
+
+
+class TokensDetails(Struct, frozen=True):
+    """`prompt_tokens_details` of an engine's `usage`."""
+
+    cached_tokens: Amount | None = None
+
+
+class Usage(Struct, frozen=True):
+    """An engine's `usage`, as it stands in its answer; fields that it has beside these are ignored.
+
+    The second names are those of /v1/responses.
+    """
+
+    prompt_tokens: Amount | None = None
+    completion_tokens: Amount | None = None
+    prompt_tokens_details: TokensDetails | None = None
+    input_tokens: Amount | None = None
+    output_tokens: Amount | None = None
+    input_tokens_details: TokensDetails | None = None
+
+
+class ReportBody(Report, frozen=True):
+    """A report as clients send it: with the `usage` of the engine's answer, if they like."""
+
+    usage: Usage | None = None
+
+    def report(self) -> Report:
+        """Return the report with what `usage` adds to the fields that are left out."""
+        fields = {name: getattr(self, name) for name in Report.__struct_fields__}
+        if (usage := self.usage) is not None:
+            details = usage.prompt_tokens_details or usage.input_tokens_details
+            found = {
+                "prompt_tokens": _first(usage.prompt_tokens, usage.input_tokens),
+                "output_tokens": _first(usage.completion_tokens, usage.output_tokens),
+                "cached_tokens": None if details is None else details.cached_tokens,
+            }
+            fields |= {name: value for name, value in found.items() if fields[name] is None}
+        return Report(**fields)
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
 _HASH = re.compile(f"[0-9a-fA-F]{{{HASH_DIGITS}}}")
-_report_json = msgspec.json.Decoder(Report)
-_report_msgpack = msgspec.msgpack.Decoder(Report)
+_report_json = msgspec.json.Decoder(ReportBody)
+_report_msgpack = msgspec.msgpack.Decoder(ReportBody)
 
 
 def decode_score_request(
@@ -143,7 +191,7 @@ def decode_report(body: bytes, content_type: str) -> Report:
     form = body_form(content_type)
     if form == "octets":
         raise unsupported(JSON_TYPES[0], MSGPACK_TYPES[0])
-    return decode_body(_report_json if form == "json" else _report_msgpack, body)
+    return decode_body(_report_json if form == "json" else _report_msgpack, body).report()
 
 
 def _tokens_request(

@@ -229,16 +229,21 @@ class RouterService:
         )
 
     def prefilled(self, decision_id: str, report: Report) -> Outcome:
+        report = self._counted(decision_id, report)
+        instance = self.loads.instance_of(decision_id)
+        is_first = instance is not None and not self.loads.is_prefilled(decision_id)
         applied = self.loads.prefilled(decision_id, report, self._clock())
         if applied:
             self.say(Prefilled(decision_id, report))
-        return self._outcome(decision_id, report, applied)
+        return self._outcome(decision_id, report, applied, instance if is_first else None)
 
     def done(self, decision_id: str, report: Report) -> Outcome:
+        report = self._counted(decision_id, report)
+        instance = self.loads.instance_of(decision_id)
         applied = self.loads.done(decision_id, report, self._clock())
         if applied:
             self.say(Done(decision_id, report))
-        return self._outcome(decision_id, report, applied)
+        return self._outcome(decision_id, report, applied, instance)
 
     def decision(self, decision_id: str) -> Decision:
         found = self.log.find(decision_id)
@@ -250,14 +255,37 @@ class RouterService:
         """Return the load of an instance as of now, None if it was no candidate lately."""
         return self.loads.known(instance, self._clock(), epoch)
 
-    def _outcome(self, decision_id: str, report: Report, applied: bool) -> Outcome:
+    def _counted(self, decision_id: str, report: Report) -> Report:
+        """Return the report with what an engine's count of cached tokens says, in our own fields.
+
+        So it also travels to routers of an older release.
+        """
+        prompt = self.loads.prompt_of(decision_id)
+        if prompt is None or (report.cached_tokens is None and report.prompt_tokens is None):
+            return report
+        num_tokens, _ = prompt
+        computed_tokens = report.computed_tokens
+        if computed_tokens is None and report.cached_tokens is not None:
+            total = num_tokens if report.prompt_tokens is None else report.prompt_tokens
+            computed_tokens = max(total - report.cached_tokens, 0)
+        return msgspec.structs.replace(
+            report, computed_tokens=computed_tokens, cached_tokens=None, prompt_tokens=None
+        )
+
+    def _outcome(
+        self, decision_id: str, report: Report, applied: bool, instance: InstanceId | None
+    ) -> Outcome:
+        """Return what became of a report; `instance` is where it is news that it went there.
+
+        A report of a request that no longer counts says nothing about a worker: sent again and
+        again it would keep one out.
+        """
         decision = self.log.outline(decision_id)
         if decision is None and not applied:
             raise UnknownDecision(decision_id)
         if report.failed:
             self.overlay.withdraw(decision_id)
-        if decision is not None:
-            instance = InstanceId(decision.chosen.worker, decision.chosen.rank)
+        if instance is not None:
             if report.failed:
                 self.failures.failed(instance, self._clock())
             else:

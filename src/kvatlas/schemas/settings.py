@@ -144,15 +144,19 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: priors of rates, replaced by what workers report; wrong ones misjudge the first requests
     prefill_tokens_per_second: Positive = 10_000.0
     pull_tokens_per_second: Positive = 200_000.0
+    #: what is learnt of a worker stays within this factor of its model's rate, whatever is
+    #: reported; raise it where one model runs on accelerators whose speeds are further apart
+    max_rate_ratio: Annotated[float, Meta(ge=1, le=1_000)] = 3.0
     #: not learnt: what a pull and a read from a tier cost; too low prefers slow copies to computing
     pull_fixed_ms: NotNegative = 5.0
     dram_ms_per_1k_tokens: NotNegative = 3.0
     ssd_ms_per_1k_tokens: NotNegative = 15.0
     remote_ms_per_1k_tokens: NotNegative = 20.0
     #: a worker whose request failed is left out this long, doubled each time up to the maximum;
-    #: long wastes a worker that failed once, short sends more requests to a dead one
+    #: long wastes a worker that failed once, short sends more requests to a dead one, which
+    #: `sidecar.lease_ttl_seconds` bounds
     failure_pause_seconds: NotNegative = 1.0
-    max_failure_pause_seconds: NotNegative = 30.0
+    max_failure_pause_seconds: NotNegative = 8.0
     #: a request that is never reported done stops counting as load after this; below the longest
     #: request, busy workers look idle
     request_timeout_seconds: Positive = 600.0
