@@ -137,7 +137,10 @@ def with_index(settings: Settings, *, is_shared: bool = False) -> Settings:
         problem = "only `flat` can be shared (--routers, indexer.shared_folder)"
         raise InvalidSetting("indexer.kernel", kernel, problem)
     if folder:
+        from kvatlas.indexer.shared.folder import check_shared_folder
+
         check_folder("indexer.shared_folder", Path(folder))
+        check_shared_folder(Path(folder))
     return settings
 
 

@@ -1,6 +1,7 @@
 """What the fold says where numbers run out: of the index, of a sequence, of a counter."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.publication import IndexPublication, Pulse
 from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import AuditFailed, HoleSeen, stimulus_of
+from kvatlas.indexer.stimuli import AuditFailed, HoleSeen, RequestInventory, stimulus_of
+from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import EventBatch
@@ -78,6 +80,23 @@ def test_memory_that_broke_while_nothing_counted_asks_for_no_inventory() -> None
     take(state, a_batch(up(), stored(1)))
     state.handle(arrived(a_control(kind="throttled", reason="1"), 2))
     assert state.handle(AuditFailed(((W1, Tier.hbm),))) == []
+    validate(state)
+
+
+class NeverMended(ReferenceIndex):
+    """An index that finds no memory to take out what an audit has found wrong."""
+
+    def mend(self, slots: Iterable[tuple[int, Tier]]) -> None:
+        raise IndexFull("no memory for words")
+
+
+def test_memory_that_broke_is_emptied_though_there_is_none_to_mend_it() -> None:
+    state = IndexState(NeverMended())
+    take(state, a_batch(up(), stored(1), stored(2, tier=Tier.dram)))
+    broken = (W1, Tier.hbm), (W1, Tier.dram)
+    effects = state.handle(AuditFailed(broken))
+    assert RequestInventory(W1, 1) in effects
+    assert (state.holders(hashes(1)), trust_of(state, W1)) == ([], Trust.degraded)
     validate(state)
 
 

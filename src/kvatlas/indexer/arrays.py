@@ -4,6 +4,7 @@ The index asks for arrays by name and tells when one has been replaced. What rea
 `cells`, `directory`, `rows`, `words` and `masks`; everything else stays with the index.
 """
 
+import math
 import mmap
 import sys
 from contextlib import suppress
@@ -11,6 +12,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvatlas.schemas.errors import IndexFull
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -46,7 +49,8 @@ class Arrays(Protocol):
     def reserve(self, name: str, num_lines: int, num_columns: int) -> U32:
         """Return an array that takes address space now, and memory by and by.
 
-        Only lines that `provide` has said yes to may be touched.
+        Raises IndexFull when there is no address space for it. Only lines that `provide` has said
+        yes to may be touched.
         """
         ...
 
@@ -54,8 +58,16 @@ class Arrays(Protocol):
         """Have memory for the first lines of a reserved array; False if there is none."""
         ...
 
+    def shortage(self, num_bytes: int) -> str:
+        """Return, for a message, where there is no memory, how much is free, what to change."""
+        ...
+
     def zeros(self, name: str, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
-        """Return an array. Raises IndexFull when there is no memory for it."""
+        """Return an array.
+
+        Raises IndexFull when there is no memory for it; all arrays since the last `bind` are void
+        then.
+        """
         ...
 
     def bind(self, arrays: ReadArrays, layout: Layout) -> None:
@@ -68,7 +80,11 @@ class PrivateArrays:
 
     def reserve(self, name: str, num_lines: int, num_columns: int) -> U32:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        region = mmap.mmap(-1, 4 * num_lines * num_columns, flags=flags)
+        num_bytes = 4 * num_lines * num_columns
+        try:
+            region = mmap.mmap(-1, num_bytes, flags=flags)
+        except OSError as error:
+            raise IndexFull(f"no address space for {name}: {self.shortage(num_bytes)}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 region.madvise(mmap.MADV_HUGEPAGE)
@@ -77,8 +93,17 @@ class PrivateArrays:
     def provide(self, name: str, num_lines: int) -> bool:
         return True
 
+    def shortage(self, num_bytes: int) -> str:
+        return (
+            f"{num_bytes} bytes are needed in this process: raise its limit of memory (ulimit -v)"
+        )
+
     def zeros(self, name: str, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
-        return np.zeros(shape, kind)
+        try:
+            return np.zeros(shape, kind)
+        except MemoryError as error:
+            num_bytes = math.prod(shape) * np.dtype(kind).itemsize
+            raise IndexFull(f"no memory for {name}: {self.shortage(num_bytes)}") from error
 
     def bind(self, arrays: ReadArrays, layout: Layout) -> None:
         """Nobody else looks."""

@@ -33,8 +33,9 @@ class FlatRadixIndex(FlatRoom):
     """Blocks in an open-addressing table, their holder sets interned: see kernel/.
 
     `max_bytes` bounds the memory, and that much address space is reserved at once; the system
-    gives memory when it is used. A store that would need more raises IndexFull, a removal never
-    does. Too low, blocks that engines hold are refused.
+    gives memory when it is used. A store that would need more raises IndexFull, a removal only
+    where the system has no memory for new sets of holders. Too low, blocks that engines hold are
+    refused.
     `segment_cells` is the unit in which the table grows: too low, the directory is large; too high,
     an event waits longer for a split (50 us at 4,096 cells). `first_segments` are there at once.
     `set_rows` and `set_words` are the room for holder sets at first. All four are powers of two.
@@ -54,8 +55,8 @@ class FlatRadixIndex(FlatRoom):
             instance = self._free.pop()
         elif self._num_numbers < self._max_instances:
             instance = self._num_numbers
+            self._fit_instances(instance + 1)
             self._num_numbers += 1
-            self._fit_instances()
         else:
             raise IndexFull(f"{len(self._live)} instances, the limit is {self._max_instances}")
         self._live.add(instance)
@@ -241,14 +242,15 @@ class FlatRadixIndex(FlatRoom):
                 f"{num_segments} segments of {found.segment_cells} cells,"
                 f" there is room for {len(self._segments)} of {self._segment_cells}"
             )
-        if not self._home.provide(
-            "cells", max(self._num_provided, num_segments) * self._segment_cells
-        ):
-            raise IndexFull(f"no memory for {num_cells} cells")
+        if not self._has_cells(max(self._num_provided, num_segments)):
+            raise IndexFull(f"no memory for a snapshot's cells: {self._cell_shortage}")
         masks = self._home.zeros("masks", found.masks.shape, np.uint64)
         directory = self._home.zeros("directory", found.directory.shape, np.uint32)
         num_rows = max(len(self._rows), power_of_two(len(found.rows)))
         rows = self._home.zeros("rows", (num_rows, kernel.NUM_COLUMNS), np.uint64)
+        num_words = power_of_two(2 * (len(found.words) + len(found.masks) + 1))
+        words = self._home.zeros("words", (max(self._min_words, num_words),), np.uint64)
+        # from here on nothing fails
         masks[:], directory[:] = found.masks, found.directory
         rows[: len(found.rows), :NUM_SET_COLUMNS] = found.rows
 
@@ -265,8 +267,7 @@ class FlatRadixIndex(FlatRoom):
         self._num_numbers, self._free = numbers.num_numbers, list(numbers.free)
         self._live, self._forgotten = set(numbers.live), set(numbers.forgotten)
         self._leaving.clear()
-        num_words = power_of_two(2 * (len(found.words) + len(masks) + 1))
-        self._replace_sets(num_rows, max(self._min_words, num_words))
+        self._collect_into(rows, words)
 
 
 def _instance_mask(instance: int) -> np.uint64:

@@ -67,8 +67,10 @@ class FlatRoom:
         self._cells = self._home.reserve("cells", max_segments * segment_cells, kernel.NUM_HALVES)
         #: segments that there is memory for
         self._num_provided = num_segments
-        if not self._home.provide("cells", num_segments * segment_cells):
-            raise IndexFull(f"no memory for {num_segments * segment_cells} cells to begin with")
+        #: why there was no memory when cells were asked for last, empty if there was
+        self._cell_shortage = ""
+        if not self._has_cells(num_segments):
+            raise IndexFull(f"no memory for the first cells of the index: {self._cell_shortage}")
         self._segments = PrivateArrays().reserve("segments", max_segments, 2)
         self._segments[:num_segments, kernel.BITS] = directory_bits
         self._directory = self._home.zeros("directory", (num_segments,), np.uint32)
@@ -135,10 +137,18 @@ class FlatRoom:
         num_segments = min(num_segments, len(self._cells) // self._segment_cells)
         if num_segments <= self._num_provided:
             return False
-        if not self._home.provide("cells", num_segments * self._segment_cells):
+        if not self._has_cells(num_segments):
             return False
         self._num_provided = num_segments
         return self._limit_segments()
+
+    def _has_cells(self, num_segments: int) -> bool:
+        """Have memory for so many segments; False, with the reason noted, where there is none."""
+        num_cells = num_segments * self._segment_cells
+        is_provided = self._home.provide("cells", num_cells)
+        num_bytes = 4 * kernel.NUM_HALVES * num_cells
+        self._cell_shortage = "" if is_provided else self._home.shortage(num_bytes)
+        return is_provided
 
     def _double_directory(self) -> None:
         if self.memory_bytes() + self._directory.nbytes > self._max_bytes:
@@ -150,20 +160,28 @@ class FlatRoom:
         self._bind()
 
     def _refuse(self) -> NoReturn:
-        raise IndexFull(
-            f"{self.num_blocks()} blocks in {self.memory_bytes()} bytes,"
-            f" the limit is {self._max_bytes}"
-        )
+        problem = self._cell_shortage or f"the limit is {self._max_bytes}"
+        raise IndexFull(f"{self.num_blocks()} blocks in {self.memory_bytes()} bytes, {problem}")
 
     def _replace_sets(self, num_rows: int, num_words: int) -> None:
-        if num_rows > len(self._rows):
+        """Move holder sets to arrays of these sizes. Raises IndexFull, and then changes nothing."""
+        rows = self._rows
+        if num_rows > len(rows):
             rows = self._home.zeros("rows", (num_rows, kernel.NUM_COLUMNS), np.uint64)
             rows[: len(self._rows)] = self._rows
-            self._rows = rows
-        words = self._home.zeros("words", (num_words,), np.uint64)
-        kernel.collect(self._rows, self._words, words, self._state)
-        self._words = words
+        self._collect_into(rows, self._home.zeros("words", (num_words,), np.uint64))
+
+    def _collect_into(self, rows: NDArray[np.uint64], words: NDArray[np.uint64]) -> None:
+        """Have these arrays for the holder sets; `rows` names sets in the present words."""
+        kernel.collect(rows, self._words, words, self._state)
+        self._rows, self._words = rows, words
         self._bind()
+
+    def _collect_in_place(self) -> None:
+        """Close the gaps between holder sets without any other array that readers see."""
+        words = np.zeros(len(self._words), np.uint64)
+        kernel.collect(self._rows, self._words, words, self._state)
+        self._words[:] = words
 
     def _bind(self) -> None:
         """Gather the arrays as kernels take them; due whenever one is replaced."""
@@ -186,9 +204,9 @@ class FlatRoom:
         self._state[kernel.MAX_SEGMENTS] = max_segments
         return max_segments > int(self._state[kernel.NUM_SEGMENTS])
 
-    def _fit_instances(self) -> None:
-        """Have a mask and digests for each number given out."""
-        if self._num_numbers > len(self._digests):
+    def _fit_instances(self, num_numbers: int) -> None:
+        """Have a mask and digests for so many numbers. Raises IndexFull, and changes nothing."""
+        if num_numbers > len(self._digests):
             num_groups = 2 * len(self._masks)
             masks = self._home.zeros("masks", (num_groups,), np.uint64)
             masks[: len(self._masks)] = self._masks
@@ -248,7 +266,8 @@ class FlatRoom:
     def _collect(self, is_bounded: bool = True) -> tuple[int, int]:
         """Reclaim what unused sets occupy; return rows and words in use. O(sets).
 
-        At least half of the room for sets is free afterwards, unless the limit forbids.
+        At least half of the room for sets is free afterwards, unless the limit forbids or there is
+        no memory, which raises IndexFull where it leaves no room and `is_bounded` is False.
         """
         in_use = self._rows[:, kernel.BLOCKS] > 0
         # row 0, and a set of all groups that is being built
@@ -260,7 +279,12 @@ class FlatRoom:
         more_bytes += 8 * kernel.NUM_COLUMNS * (num_rows - len(self._rows))
         if is_bounded and self.memory_bytes() + more_bytes > self._max_bytes:
             num_rows, num_words = len(self._rows), len(self._words)
-        self._replace_sets(num_rows, num_words)
+        try:
+            self._replace_sets(num_rows, num_words)
+        except IndexFull:
+            self._collect_in_place()
+            if not is_bounded and not self._has_set_room(used_rows, used_words):
+                raise  # who asks so tries until there is room
         return used_rows, used_words
 
 

@@ -90,12 +90,16 @@ class PrefixIndex(Protocol):
         """Take blocks out of a slot; return how many it held. O(blocks).
 
         Blocks that the slot does not hold are no error. Blocks that follow stay held: the hole ends
-        a match until it is refilled.
+        a match until it is refilled. Raises IndexFull where the system has no memory left; the
+        digest tells then what has been taken out.
         """
         ...
 
     def clear(self, instance: int, tier: Tier | None) -> int:
-        """Empty one slot, or all of the instance; return how many blocks they held. O(index)."""
+        """Empty one slot, or all of the instance; return how many blocks they held. O(index).
+
+        Raises IndexFull as `remove` does, with the digest as it was.
+        """
         ...
 
     def match(self, chain: bytes) -> list[Match]:

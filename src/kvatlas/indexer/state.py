@@ -42,6 +42,7 @@ from kvatlas.indexer.stimuli import (
     RequestInventory,
     Stimulus,
 )
+from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import InstanceId, Tier
 
 __all__ = ["IndexReader", "IndexState", "IndexStats", "InstanceMatch", "InstanceView", "TreeRun"]
@@ -107,7 +108,11 @@ class IndexState:
         """Empty the broken tiers and have them told again. Other replicas know nothing of it."""
         known = self.fleet.instances
         slots = [(known[name], tier) for name, tier in audit.slots if name in known]
-        self._residency.mend(slots)
+        try:
+            self._residency.mend(slots)
+        except IndexFull:  # no memory for other sets of holders: all of them goes, at no cost
+            for instance in {instance.id: instance for instance, _ in slots}.values():
+                self.fleet.empty(instance)
         for instance, tier in slots:
             self.fleet.counters.audit_failures += 1
             trust = instance.trust

@@ -31,6 +31,7 @@ KvatlasError
       NoResponder              nobody listens on the subject
     IndexUnavailable           no index has been published for this process to read
     RequestFailed              who serves the subject answered with an error
+    FolderUnusable             a folder that we need cannot be made, read or written
     ServerNotStarted           the embedded nats-server did not come up
     NoCandidate                no live worker for the request
     TransportUnavailable       a transfer library is missing or refuses
@@ -50,6 +51,7 @@ KvatlasError
     DemoStopped                a signal ended a demo before its end
     RequestLost                no living worker took a request of the demo
   Conflict                     somebody else was first
+    ForeignFile                a file or folder in the way that kvatlas has not made
     KeyExists                  create of a key that exists
     RevisionConflict           compare-and-set lost
     StreamRefused              the broker refuses a stream or a message
@@ -246,6 +248,14 @@ class RequestFailed(Unavailable):
     """Who serves the subject of a request answered with an error; the text is its."""
 
 
+class FolderUnusable(Unavailable):
+    """A folder that we need cannot be made, read or written; `name` is the setting for it."""
+
+    def __init__(self, path: Path, problem: str, name: str = "folder") -> None:
+        super().__init__(f"{name} {path}: {problem}")
+        self.path, self.problem = path, problem
+
+
 class ServerNotStarted(Unavailable):
     """The embedded nats-server did not come up."""
 
@@ -340,6 +350,15 @@ class RequestLost(Unavailable):
 
 class Conflict(KvatlasError):
     """Somebody else was first."""
+
+
+class ForeignFile(Conflict):
+    """A file or folder is in the way that kvatlas has not made; it is left as it is."""
+
+    def __init__(self, path: Path, expected: str, found: str, change: str, name: str = "") -> None:
+        where = f"{name} {path}" if name else str(path)
+        super().__init__(f"{where}: expected {expected}, found {found}, which is left: {change}")
+        self.path, self.found = path, found
 
 
 class KeyExists(Conflict):

@@ -1,7 +1,6 @@
 """The arrays of an index as files in memory: made by the writer, mapped by readers."""
 
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
@@ -14,7 +13,9 @@ from numpy.typing import NDArray
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import Layout, Number, ReadArrays
 from kvatlas.indexer.shared import header as h
-from kvatlas.schemas.errors import IndexFull, InvalidSetting
+from kvatlas.indexer.shared.folder import SharedFolder
+from kvatlas.own_files import open_file, take_room
+from kvatlas.schemas.errors import IndexFull
 
 #: kind and columns of each array, 0 for one dimension
 _SHAPES: dict[str, tuple[type[Any], int]] = {
@@ -30,29 +31,23 @@ _C_TYPES = {np.uint32: ctypes.c_uint32, np.uint64: ctypes.c_uint64}
 class SharedArrays:
     """Arrays (see indexer/arrays.py) that readers in other processes find by a folder.
 
-    The folder belongs in memory (/dev/shm). One writer at a time: a second raises InvalidSetting.
-    What an earlier one left is removed; readers that have it mapped keep it.
+    The folder belongs in memory (/dev/shm). One writer at a time: see SharedFolder for what is
+    refused. What an earlier one left is removed; readers that have it mapped keep it.
+    Raises IndexFull where there is no room.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = folder
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise InvalidSetting(
-                "indexer.shared_folder", str(folder), "another index writes here"
-            ) from None
-        #: what an earlier writer left; readers may need it until our header is there
-        self._left = [old for old in folder.iterdir() if old.name not in ("lock", h.FILE)]
+        self._folder = SharedFolder(folder)
         self._token = secrets.randbits(63)
-        self.header = h.create_header(folder / f"{self._token:016x}.{h.FILE}")
+        try:
+            self.header = h.create_header(self._folder, f"{self._token:016x}.{h.FILE}")
+        except BaseException:
+            self._folder.close()
+            raise
         self.header[h.TOKEN] = self._token
         self._is_announced = False
         #: data address -> file of an array that was handed out
-        self._files: dict[int, tuple[int, Path]] = {}
+        self._files: dict[int, tuple[int, str]] = {}
         #: name -> address of the array that readers use now
         self._bound: dict[str, int] = {}
         self._generation = 0
@@ -63,15 +58,21 @@ class SharedArrays:
 
     def provide(self, name: str, num_lines: int) -> bool:
         _, columns = _SHAPES[name]
-        path = next(path for _, path in self._files.values() if path.name.split(".")[1] == name)
-        descriptor = os.open(path, os.O_RDWR)
+        file = next(file for _, file in self._files.values() if file.split(".")[1] == name)
         try:
-            _allocate(descriptor, 4 * columns * num_lines)
+            descriptor = self._folder.open(file)
+        except OSError:  # somebody has removed it
+            return False
+        try:
+            take_room(descriptor, 4 * columns * num_lines)
         except OSError:
             return False
         finally:
             os.close(descriptor)
         return True
+
+    def shortage(self, num_bytes: int) -> str:
+        return self._folder.shortage(num_bytes)
 
     def zeros(self, name: str, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
         num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
@@ -87,48 +88,56 @@ class SharedArrays:
             before = self._bound.get(name)
             self._bound[name] = address
             if before is not None and before != address:
-                self._files.pop(before)[1].unlink(missing_ok=True)
+                self._folder.remove(self._files.pop(before)[1])
         self.header[h.MULTIPLIER : h.SEGMENT_BITS + 1] = layout
         if not self._is_announced:
             self._is_announced = True
-            mine = self._folder / f"{self._token:016x}.{h.FILE}"
-            mine.replace(self._folder / h.FILE)
-            for old in self._left:
-                old.unlink(missing_ok=True)
+            self._folder.rename(f"{self._token:016x}.{h.FILE}", h.FILE)
+            for old in self._folder.left:
+                self._folder.remove(old)
 
     def write_file(self, name: str, generation: int, content: bytes) -> None:
         """Write a file that readers find by its generation, before they are told of it."""
-        path = self._folder / f"{self._token:016x}.{name}.{generation}"
+        file = f"{self._token:016x}.{name}.{generation}"
+        self._folder.remove(file)  # what an attempt without room has left
         try:
-            path.write_bytes(content)
+            with open(self._folder.create(file), "wb") as opened:
+                opened.write(content)
         except OSError:
-            path.unlink(missing_ok=True)
+            self._folder.remove(file)
             raise
         # who has read the header before the last one may still open the one before this
-        old = self._folder / f"{self._token:016x}.{name}.{generation - 2}"
-        old.unlink(missing_ok=True)
+        self._folder.remove(f"{self._token:016x}.{name}.{generation - 2}")
 
     def close(self) -> None:
         """Give the folder free; readers keep what they have."""
-        os.close(self._lock)
+        self._folder.close()
 
     def _made(self, name: str, num_bytes: int, is_filled: bool) -> NDArray[np.uint8]:
         """Return a new array of a name, in a file of its own."""
         self._generation += 1
-        path = self._folder / f"{self._token:016x}.{name}.{self._generation}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        file = f"{self._token:016x}.{name}.{self._generation}"
         try:
-            os.ftruncate(descriptor, num_bytes)
-            if is_filled:
-                _allocate(descriptor, num_bytes)
-            array = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+            descriptor = self._folder.create(file)
+            try:
+                os.ftruncate(descriptor, num_bytes)
+                if is_filled:
+                    take_room(descriptor, num_bytes)
+                array = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            path.unlink()
-            raise IndexFull(f"no room for {num_bytes} bytes of {name} in shared memory") from error
-        finally:
-            os.close(descriptor)
-        self._files[array.ctypes.data] = self._generation, path
+            self._folder.remove(file)
+            self._remove_unbound()
+            problem = f"no room for {name} ({error.strerror or error})"
+            raise IndexFull(f"{problem}: {self.shortage(num_bytes)}") from error
+        self._files[array.ctypes.data] = self._generation, file
         return array
+
+    def _remove_unbound(self) -> None:
+        """Give back what was made for a change that comes to nothing."""
+        for address in self._files.keys() - self._bound.values():
+            self._folder.remove(self._files.pop(address)[1])
 
 
 class MappedArrays:
@@ -153,7 +162,7 @@ class MappedArrays:
     def _map(self, file: str, name: str, num_lines: int) -> tuple[NDArray[Any], mmap.mmap]:
         kind, columns = _SHAPES[name]
         shape = (num_lines, columns) if columns else (num_lines,)
-        with (self._folder / file).open("rb") as opened:
+        with open(open_file(self._folder / file, os.O_RDONLY), "rb") as opened:
             num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
             if os.fstat(opened.fileno()).st_size < num_bytes:
                 raise ValueError(f"{file} is shorter than its {num_bytes} bytes")
@@ -162,9 +171,3 @@ class MappedArrays:
         # kernels are compiled for arrays that may be written to; this memory may not, and would say
         content = (_C_TYPES[kind] * int(np.prod(shape))).from_address(address)
         return np.ctypeslib.as_array(content).reshape(shape), region
-
-
-def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Have memory for a file's first bytes now; that there is none would be a SIGBUS later."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)

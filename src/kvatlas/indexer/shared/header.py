@@ -8,13 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer.fence_kernel import HEADER_WORDS
+from kvatlas.indexer.shared.folder import FORMAT_MARK, HEADER, SharedFolder
+from kvatlas.own_files import open_file, take_room
 from kvatlas.schemas.errors import IndexFull
 
 U64 = NDArray[np.uint64]
 
-FILE = "header"
+FILE = HEADER
 #: of this layout; readers refuse any other
-FORMAT = 0x6B76_6174_6C61_7302
+FORMAT = FORMAT_MARK << 8 | 0x02
 
 # words of the header; `VERSION` is the first, pauses are the last
 FORMAT_WORD = 1
@@ -33,19 +35,19 @@ ARRAYS = ("cells", "directory", "rows", "words", "masks")
 HEADER_BYTES = 8 * HEADER_WORDS
 
 
-def create_header(path: Path) -> U64:
-    """Return a fresh header in a file of its own, zero but for its format. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+def create_header(folder: SharedFolder, name: str) -> U64:
+    """Return a fresh header in a file of its own, zero but for its format. Raises IndexFull."""
     try:
-        os.ftruncate(descriptor, HEADER_BYTES)
-        if hasattr(os, "posix_fallocate"):  # or the first write would be a SIGBUS
-            os.posix_fallocate(descriptor, 0, HEADER_BYTES)
-        header = np.frombuffer(mmap.mmap(descriptor, HEADER_BYTES), np.uint64)
+        descriptor = folder.create(name)
+        try:
+            take_room(descriptor, HEADER_BYTES)
+            header = np.frombuffer(mmap.mmap(descriptor, HEADER_BYTES), np.uint64)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        path.unlink()
-        raise IndexFull(f"no room for the header of a shared index: {error}") from error
-    finally:
-        os.close(descriptor)
+        folder.remove(name)
+        problem = f"no room for the header of a shared index ({error.strerror or error})"
+        raise IndexFull(f"{problem}: {folder.shortage(HEADER_BYTES)}") from error
     header[FORMAT_WORD] = FORMAT
     return header
 
@@ -56,7 +58,7 @@ def open_header(path: Path) -> tuple[U64, int] | None:
     Raises OSError where there is a file that cannot be opened.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_file(path, os.O_RDWR)
     except FileNotFoundError:
         return None
     try:

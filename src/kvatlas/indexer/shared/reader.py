@@ -34,8 +34,9 @@ from kvatlas.indexer.serving import ServingLists
 from kvatlas.indexer.shared import header as h
 from kvatlas.indexer.shared.arrays import MappedArrays
 from kvatlas.indexer.shared.attached import AttachedIndex
+from kvatlas.indexer.shared.folder import check_readable
 from kvatlas.indexer.shared.publication import PublishedFleet
-from kvatlas.schemas.errors import IndexUnavailable, NotAnsweredHere
+from kvatlas.schemas.errors import FolderUnusable, ForeignFile, IndexUnavailable, NotAnsweredHere
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
 
@@ -92,7 +93,7 @@ class AttachedState:
         #: what the writer left at rest cannot be read
         self._is_unreadable = False
         #: the header whose files could not be read
-        self._complained_of = 0
+        self._complained_of = -1
         self._find_writer()
 
     # --- how the writer is doing ---------------------------------------------------------------
@@ -276,7 +277,12 @@ class AttachedState:
     def _find_writer(self) -> None:
         """Attach to the folder's writer if it is another one than before."""
         with contextlib.suppress(OSError):
-            if (self._folder / h.FILE).stat().st_ino == self._file:
+            if (self._folder / h.FILE).lstat().st_ino == self._file:
+                return
+            try:
+                check_readable(self._folder)
+            except (ForeignFile, FolderUnusable) as error:
+                self._complain(error)
                 return
             found = h.open_header(self._folder / h.FILE)
             if found is None:
@@ -291,9 +297,11 @@ class SharedIndexReader:
 
     See IndexReader and IndexFeed. Each answer stands on one state of the index; two answers may
     stand on different ones. Nobody is listed before a writer has caught up with the log.
+    Raises ForeignFile for a folder in which another user could write.
     """
 
     def __init__(self, folder: Path) -> None:
+        check_readable(folder)
         self._state = AttachedState(folder)
         self._live = LiveIndex(self._state)
         #: of the fleet that trust was laid over, and whether its writer was lost
