@@ -3,6 +3,11 @@
 import sys
 from collections.abc import Sequence
 
+from kvatlas.worker_hooks.stop_deadline import limit_stop
+
+#: what a role may take to stop, with the processes that it has started; more than any of these
+STOP_SECONDS = 60.0
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
@@ -17,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before a command could deal with it
         return 130
+    given = sys.argv[1:] if arguments is None else arguments
+    limit_stop(" ".join(["kvatlas", *given[:1]]), STOP_SECONDS)
     return run_command(arguments)
 
 

@@ -52,6 +52,7 @@ from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.ids import MAX_RANK
 from kvatlas.worker_hooks.log_lines import write_log_lines
 from kvatlas.worker_hooks.process import leaves
+from kvatlas.worker_hooks.stop_deadline import limit_stop
 
 app = typer.Typer(
     add_completion=False,
@@ -411,7 +412,8 @@ def sidecar(
         transport=settings.sidecar.transport,
         **shared_options(settings),
     )
-    exit_as(asyncio.run(run_sidecar(options)))
+    deadline = limit_stop(f"sidecar {options.instance}", options.stop_limit_seconds)
+    exit_as(asyncio.run(run_sidecar(options, deadline)))
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
 from kvatlas.worker_hooks.reference.requests import Completion
 from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
+from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of
 
 MSGPACK = "application/x-msgpack"
 
@@ -73,6 +74,8 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
     Raises SidecarEnded when the sidecar ends by itself, such as for a newer process of this name.
     """
     stopped = asyncio.Event()
+    if options.parent_pid:
+        begin_stop_with(end_of(options.parent_pid))
     with _folder(options) as folder:
         async with (
             signals_call(lambda _: stopped.set()),

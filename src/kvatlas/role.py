@@ -17,6 +17,7 @@ from typing import Any, Literal
 from kvatlas.face import Announcement, Wait
 from kvatlas.schemas.conditions import Conditions, log_changes
 from kvatlas.worker_hooks.process import process_ended, signals_call
+from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ async def role(as_json: bool, parent_pid: int = 0) -> AsyncGenerator[Role, None]
             found = Role(stopped, announcement)
             async with found.parts, found.faces:
                 if parent_pid:
+                    begin_stop_with(end_of(parent_pid))
                     ending = stopping_with(process_ended(parent_pid), stopped)
                     await found.parts.enter_async_context(ending)
                 yield found

@@ -16,7 +16,7 @@ from kvatlas.events.memory_bus import MemoryBroker, MemoryBus, MemoryPublisher
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import control_subject, inventory_subject, lease_subject
 from kvatlas.schemas.digest import digest_of, split_hashes
-from kvatlas.schemas.errors import StreamRefused
+from kvatlas.schemas.errors import SidecarUnavailable, StreamRefused
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
@@ -24,7 +24,9 @@ from kvatlas.schemas.kv_events import (
     BlockRemoved,
     BlockStored,
     ControlRecord,
+    EventBatch,
     Inventory,
+    KvEvent,
     NamespacesMuted,
     WorkerUp,
 )
@@ -38,6 +40,7 @@ from kvatlas.schemas.transfer import (
 from kvatlas.worker_hooks import sidecar_service
 from kvatlas.worker_hooks.exchange import BlockExchange
 from kvatlas.worker_hooks.raw_events import RawStored
+from kvatlas.worker_hooks.ring import Lost
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
 from testkit.fold import Fold
 from testkit.sidecars import BLOCK_BYTES, DESCRIPTOR, beside, folded, sidecar_options
@@ -256,24 +259,93 @@ async def test_a_batch_that_the_broker_refuses_is_a_gap_that_heals(tmp_path: Pat
 
 
 class RefusingBus(MemoryBus):
-    """A bus whose broker refuses one message."""
+    """A bus whose broker refuses one message, or so many, and of some kinds of events only."""
 
-    def __init__(self, broker: MemoryBroker, refuse_from: int) -> None:
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        refuse_from: int,
+        times: int = 1,
+        only: tuple[type[KvEvent], ...] = (),
+    ) -> None:
         super().__init__(broker)
-        self.refuse_from, self.num_refused = refuse_from, 0
+        self.refuse_from, self.times, self.num_refused = refuse_from, times, 0
+        self._only = only
+
+    def refuses(self, batch: EventBatch) -> bool:
+        """Whether it takes a batch not."""
+        if batch.seq < self.refuse_from or self.num_refused >= self.times:
+            return False
+        return not self._only or any(isinstance(event, self._only) for event in batch.events)
 
     def publisher(self, stream_name: str) -> MemoryPublisher:
         made = super().publisher(stream_name)
         publish = made.publish
 
         async def maybe(subject: str, payload: bytes) -> None:
-            if decode(payload).batch.seq >= self.refuse_from and not self.num_refused:
+            if self.refuses(decode(payload).batch):
                 self.num_refused += 1
                 raise StreamRefused("for once")
             await publish(subject, payload)
 
         made.publish = maybe  # type: ignore[method-assign]
         return made
+
+
+async def test_a_flush_under_way_keeps_no_sidecar_from_stopping(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        own = RefusingBus(broker, refuse_from=2, times=10**9, only=(BlockStored, Inventory))
+        async with beside(sidecar_options(tmp_path), own) as one:
+            await one.channel.flush()
+            one.hook.stored([1], None, tokens_of(1))
+            flushing = asyncio.create_task(one.channel.flush())
+            await until(lambda: own.num_refused > 0)
+            one.sidecar.stop("signal SIGTERM")
+            assert await asyncio.wait_for(one.running, WAIT_SECONDS) == "signal SIGTERM"
+            with pytest.raises(SidecarUnavailable, match="went away"):
+                await flushing
+        await until(lambda: fold.down == "signal SIGTERM")
+    # a flush that never waits is ended by the test's timeout, which shows only here
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+async def test_an_engine_that_never_stops_writing_keeps_no_sidecar_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        async with beside(sidecar_options(tmp_path), broker.connect()) as one:
+            await one.channel.flush()
+            # the engine appends two blocks for each one that the sidecar takes
+            read, numbers = one.reader.read, iter(range(1, 10**8))
+
+            def read_one(max_bytes: int) -> list[bytes | Lost]:
+                for number in (next(numbers), next(numbers)):
+                    one.hook.stored([number], None, tokens_of(number))
+                return read(1)
+
+            monkeypatch.setattr(one.reader, "read", read_one)
+            one.hook.stored([10**9], None, tokens_of(0))
+            one.sidecar.stop("signal SIGTERM")
+            assert await asyncio.wait_for(one.running, WAIT_SECONDS) == "signal SIGTERM"
+        await until(lambda: fold.down == "signal SIGTERM")
+
+
+async def test_a_broker_that_refuses_everything_is_named_less_and_less_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_service, "REFUSED_SECONDS", 0.01)
+    async with a_broker() as (broker, _):
+        own = RefusingBus(broker, refuse_from=2, times=10**9)
+        async with beside(sidecar_options(tmp_path), own) as one:
+            await one.channel.flush()
+            one.hook.stored([1], None, tokens_of(1))
+            await until(lambda: own.num_refused >= 12)
+    lines = [r.getMessage() for r in caplog.records if "refuses events" in r.getMessage()]
+    pauses = [float(line.rpartition(" in ")[2].removesuffix(" s")) for line in lines]
+    assert len(lines) < own.num_refused
+    assert pauses == [0.01 * 2**n for n in range(len(pauses))]
 
 
 async def test_a_quarantined_instance_goes_on_and_so_does_one_that_is_spoken_of_in_riddles(

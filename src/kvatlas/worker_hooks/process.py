@@ -5,6 +5,10 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
+from types import FrameType
+
+from kvatlas.worker_hooks.stop_deadline import begin_stop
 
 #: how often is looked where nobody tells
 LOOK_SECONDS = 0.5
@@ -44,15 +48,25 @@ def _is_there(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def signals_call(stop: Callable[[str], None]) -> AsyncGenerator[None, None]:
-    """Call `stop` on SIGTERM, SIGINT and SIGHUP (a closed terminal) instead of ending at once."""
+    """Call `stop` on SIGTERM, SIGINT and SIGHUP (a closed terminal) instead of ending at once.
+
+    The loop calls it. The process's deadline runs from the signal on, also where the loop is busy
+    and hears of none: therefore the handlers are the interpreter's and not the loop's.
+    """
     loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop, f"signal {number.name}")
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        reason = f"signal {signal.Signals(number).name}"
+        begin_stop(reason)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends already
+            loop.call_soon_threadsafe(partial(stop, reason))
+
+    before = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

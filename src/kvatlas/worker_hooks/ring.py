@@ -104,6 +104,16 @@ class _Ring:
         """Bytes written and not yet taken."""
         return self._words[_HEAD] - self._words[_TAIL]
 
+    @property
+    def head(self) -> int:
+        """Bytes written since the beginning."""
+        return self._words[_HEAD]
+
+    @property
+    def tail(self) -> int:
+        """Bytes taken since the beginning."""
+        return self._words[_TAIL]
+
     def close(self) -> None:
         """Unmap the file; idempotent."""
         self._words.release()

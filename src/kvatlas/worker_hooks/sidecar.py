@@ -6,6 +6,7 @@ an operator; ends with its engine. What it does meanwhile is in `sidecar_service
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,11 +20,13 @@ from kvatlas.worker_hooks.process import leaves, process_ended, signals_call, un
 from kvatlas.worker_hooks.ring import RingReader
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 from kvatlas.worker_hooks.sidecar_service import FENCED, Sidecar
+from kvatlas.worker_hooks.stop_deadline import StopDeadline, end_of, limit_stop
 
 
-async def run_sidecar(options: SidecarOptions) -> str:
+async def run_sidecar(options: SidecarOptions, deadline: StopDeadline | None = None) -> str:
     """Run until a signal, the end of the engine, or a newer epoch; return which of them.
 
+    `deadline` is that of the process, which is the sidecar's alone.
     Raises InvalidSetting, RingUnusable, PoolInUse, PoolTooLarge.
     """
     options.validate()
@@ -32,6 +35,11 @@ async def run_sidecar(options: SidecarOptions) -> str:
     try:
         pool = make_pool(options)
         sidecar = Sidecar(options, ring, _bus(options), pool)
+        if deadline is not None:
+            deadline.what_is_lost = sidecar.unsent
+            deadline.begin_when(
+                end_of(options.parent_pid) if options.parent_pid else _end_of_writer(ring)
+            )
         async with signals_call(sidecar.stop), asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_stop_with_engine(sidecar, options, ring))
             reason = await sidecar.run()
@@ -51,6 +59,16 @@ async def _stop_with_engine(sidecar: Sidecar, options: SidecarOptions, ring: Rin
     sidecar.stop("engine ended")
 
 
+def _end_of_writer(ring: RingReader) -> Callable[[], bool]:
+    def has_ended() -> bool:
+        try:
+            return not ring.has_writer()
+        except ValueError:  # closed: the sidecar has ended by itself
+            return False
+
+    return has_ended
+
+
 def _bus(options: SidecarOptions) -> NatsBus:
     return NatsBus(
         options.nats_url,
@@ -66,7 +84,8 @@ def main() -> int:
     write_log_lines(f"sidecar {options.instance}")
     status = 1
     try:
-        status = FENCED_STATUS if asyncio.run(run_sidecar(options)) == FENCED else 0
+        deadline = limit_stop(f"sidecar {options.instance}", options.stop_limit_seconds)
+        status = FENCED_STATUS if asyncio.run(run_sidecar(options, deadline)) == FENCED else 0
     except* KvatlasError as errors:
         for error in leaves(errors):
             print(f"sidecar {options.instance}: {error}", file=sys.stderr)

@@ -22,6 +22,8 @@ from kvatlas.schemas.kv_events import WIRE_VERSION
 from kvatlas.schemas.settings import ReportingSettings, Settings, WireVersion
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 
+#: what a stopping sidecar takes beyond `stop_seconds`: its lease, its transport, its connection
+STOP_SLACK_SECONDS = 4.0
 #: of the operating system
 MAX_SOCKET_PATH_BYTES = 103
 
@@ -113,6 +115,11 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             problem = f"a path of {len(self.socket_path)}, the limit is {MAX_SOCKET_PATH_BYTES}"
             raise InvalidSetting("socket_path", "sidecar", problem)
+
+    @property
+    def stop_limit_seconds(self) -> float:
+        """Seconds after which a stopping sidecar is ended: its own, and those of its parts."""
+        return self.stop_seconds + STOP_SLACK_SECONDS
 
     @property
     def instance(self) -> InstanceId:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvatlas.backoff import Backoff
 from kvatlas.events.bus import Bus, Message, Publisher
 from kvatlas.events.codec import decode_control, encode
 from kvatlas.events.epochs import allocate_epoch
@@ -69,8 +70,9 @@ SLICE_BYTES = 128 * 1024
 RETRY_SECONDS = 0.2
 #: how often the serve pool is looked at for blocks that came and went
 POOL_SECONDS = 0.02
-#: pause after a batch that the broker refuses; what refuses one may refuse all
-REFUSED_SECONDS = 1.0
+#: before the inventory that follows a batch which the broker refuses: what refuses one may refuse
+#: that as well, and then as often as it is tried
+REFUSED_SECONDS, MAX_REFUSED_SECONDS = 1.0, 60.0
 #: an expired instance does not come back faster than this
 MIN_EPOCH_SECONDS = 1.0
 #: what an index needs to act on an ended lease; the key lives that much shorter, so that a worker's
@@ -128,6 +130,7 @@ class Sidecar:
         #: pulsed whenever a batch has been accepted; set whenever there is something to publish
         self._progress, self._work = asyncio.Event(), asyncio.Event()
         self._is_epoch_over = asyncio.Event()
+        self._refusals = Backoff(REFUSED_SECONDS, MAX_REFUSED_SECONDS, 2 * MAX_REFUSED_SECONDS)
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: "missing_REASON", of blocks that a pull did not bring, from the first one on
         self._counters = dict.fromkeys(
@@ -306,29 +309,48 @@ class Sidecar:
                 try:
                     await self._publisher.publish(self._subject, encode(batch))
                 except StreamRefused as error:
-                    await self._on_refused(batch.seq, error)
+                    self._on_refused(batch.seq, error)
                 if batch.epoch == self._outbox.epoch:
                     self._accepted_seq = batch.seq
                 self._counters["published_batches"] += 1
                 self._pulse()
-            elif self._outbox.is_lost and self._outbox.is_empty and not self._stopping.done():
-                self._reporter.put_inventory()
+            elif self._owes_inventory:
+                if pause := self._refusals.seconds_left(now):
+                    await self._wait_for_work(pause)
+                else:
+                    self._reporter.put_inventory()
+            elif (due := self._outbox.seconds_until_due(now)) is not None:
+                await asyncio.sleep(due)
             else:
-                await self._wait_for_work(self._outbox.seconds_until_due(now))
+                await self._wait_for_work(None)
+
+    @property
+    def _owes_inventory(self) -> bool:
+        return self._outbox.is_lost and self._outbox.is_empty and not self._stopping.done()
 
     async def _wait_for_work(self, seconds: float | None) -> None:
-        if seconds is None:
-            self._work.clear()
-            await self._work.wait()
-        else:
-            await asyncio.sleep(seconds)
+        """Return when something was put into the outbox, or after so many seconds."""
+        self._work.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._work.wait()
 
-    async def _on_refused(self, seq: int, error: StreamRefused) -> None:
-        """A batch is gone for good, a gap that readers see; the inventory after it heals."""
+    def _on_refused(self, seq: int, error: StreamRefused) -> None:
+        """A batch is gone for good, a gap that readers see; the inventory after it heals.
+
+        It is put off for longer each time, and each putting off is logged once.
+        """
         self._counters["refused_batches"] += 1
-        _logger.error("the broker refuses events of %s: %s", self._instance, error)
         self._outbox.lose(seq)
-        await asyncio.sleep(REFUSED_SECONDS)
+        now = time.monotonic()
+        if not self._refusals.seconds_left(now):
+            pause = self._refusals.next(now)
+            _logger.error(
+                "the broker refuses events of %s: %s; the next inventory in %g s",
+                self._instance,
+                error,
+                pause,
+            )
 
     async def _answer_inventory(self, _payload: bytes) -> bytes:
         """Publish the inventory, unless one still waits; answer [sequence of its first part]."""
@@ -397,14 +419,21 @@ class Sidecar:
 
     async def _flush(self) -> None:
         """Return when the bus has stored all that the ring has now."""
-        while self._drain_slice():  # noqa: ASYNC110 - others get a turn between slices
-            await asyncio.sleep(0)
+        await self._drain_written()
         await self._until(lambda: self._outbox.epoch is not None)
         epoch: int | None = None
         while epoch != self._outbox.epoch or self._outbox.is_lost:
+            # what is lost is made good by an inventory, and a stopping sidecar sends none any more
+            await self._until(lambda: not self._outbox.is_lost)
             epoch = self._outbox.epoch
             await self._until_accepted()
         await self._until_stored()
+
+    async def _drain_written(self) -> None:
+        """Report what is in the ring now, and leave others their turn; not what comes meanwhile."""
+        end = self._ring.head
+        while self._ring.tail < end and self._drain_slice():  # noqa: ASYNC110 - the ring has it
+            await asyncio.sleep(0)
 
     async def _until_accepted(self) -> None:
         """Return when the publisher has all that is in the outbox now, or the epoch is over."""
@@ -426,6 +455,12 @@ class Sidecar:
         while not condition():
             await self._progress.wait()
 
+    def unsent(self) -> str:
+        """Return what a sidecar that ends now leaves unsaid; from any thread."""
+        num_batches = max(self._outbox.last_seq - self._accepted_seq, 0)
+        ring, waiting = self._ring.waiting_bytes, self._outbox.waiting_bytes
+        return f"{num_batches} batches ({waiting} bytes) and {ring} bytes of the ring"
+
     def _status(self, question_id: int) -> Status:
         return Status(
             question_id,
@@ -440,13 +475,12 @@ class Sidecar:
 
     async def _say_goodbye(self, reason: str) -> None:
         """Publish what is left; gives up after `stop_seconds` when the broker is away."""
-        while self._drain_slice():
-            pass
-        if self._outbox.epoch is None:
-            return  # nobody has ever heard of this instance
-        self._outbox.add([WorkerDown(reason)])
         with contextlib.suppress(TimeoutError, BusUnavailable):
             async with asyncio.timeout(self._options.stop_seconds):
+                await self._drain_written()
+                if self._outbox.epoch is None:
+                    return  # the fleet does not know this instance
+                self._outbox.add([WorkerDown(reason)])
                 await self._until_accepted()
                 await self._until_stored()
 
