@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.nats_connection import without_user
 from kvatlas.events.streams import dead_letters_stream, decisions_stream, events_stream
+from kvatlas.runtime_folder import runtime_folder, temporary_folder
 from kvatlas.schemas.errors import BusUnavailable, ServerNotStarted, StreamRefused
 from kvatlas.schemas.settings import Settings
 
@@ -28,7 +28,7 @@ async def broker_url(settings: Settings) -> AsyncGenerator[str, None]:
         return
     with contextlib.ExitStack() as stack:
         folder = settings.nats.folder or stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="kvatlas-nats-")
+            runtime_folder(temporary_folder(), "nats")
         )
         async with embedded_server(Path(folder)) as server:
             watch = asyncio.create_task(_keep_up(server))

@@ -51,13 +51,18 @@ def take_room(fd: int, num_bytes: int) -> None:
         os.ftruncate(fd, num_bytes)
 
 
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes this user may still write below a folder. Raises OSError."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def shortage(path: Path, num_bytes: int) -> str:
     """Return, for a message, what a file system lacks, and what to change."""
     folder = path if path.is_dir() else path.parent
     text = f"{num_bytes} bytes are needed in {folder}"
     with contextlib.suppress(OSError):
-        found = os.statvfs(folder)
-        text += f", {found.f_bavail * found.f_frsize} are free"
+        text += f", {free_bytes(folder)} are free"
     if folder.is_relative_to("/dev/shm"):
         return f"{text}: make /dev/shm larger (containers: --shm-size), or ask for less"
     return f"{text}: make room there"

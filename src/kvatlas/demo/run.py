@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +27,7 @@ from kvatlas.demo.sessions import generate_requests
 from kvatlas.demo.trace import read_trace
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.replay import Moment, replay_archive
+from kvatlas.runtime_folder import runtime_folder, temporary_folder
 from kvatlas.schemas.errors import DemoStopped, InvalidSetting
 from kvatlas.worker_hooks.process import signals_call
 
@@ -135,7 +135,7 @@ async def _run_both(
     options: DemoOptions, requests: Sequence[PlayedRequest], audience: Audience
 ) -> DemoReport:
     started = time.monotonic()
-    with TemporaryDirectory(prefix="kvatlas-demo-") as folder:
+    with runtime_folder(temporary_folder(), "demo") as folder:
         archive = options.archive or f"sqlite:///{folder}/archive.db"
         log = ["--data", str(options.data)] if options.data else []
         ours = await _run_policy(options, options.policy, requests, archive, audience, log)

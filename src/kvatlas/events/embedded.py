@@ -8,9 +8,11 @@ another one on its folder is refused, because a server holds a lock on its folde
 
 import asyncio
 import ctypes
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,14 +23,30 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvatlas.schemas.errors import ServerNotStarted
+from kvatlas.own_files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    foreignness,
+    free_bytes,
+    has_own,
+    open_file,
+    shortage,
+)
+from kvatlas.schemas.errors import ForeignFile, ServerNotStarted
 
 #: a machine that is busy with other things takes seconds for it
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.005
+#: of disk that an empty store takes
+LEAST_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
 
+#: by which a configuration is known to be ours; the second is what it began with before
+_MARK = b"# written by kvatlas at each start\n"
+_BEGINNINGS = (_MARK, b'listen: "127.0.0.1:')
+_CHANGE = "give another --data (nats.folder)"
+_PORTS = re.compile(r"nats-server_(\d+)\.ports")
 #: {folder} and {streams} are quoted
 _CONFIG = """\
 listen: "127.0.0.1:{port}"
@@ -63,15 +81,14 @@ class EmbeddedServer:
         """Return when JetStream is ready; raises ServerNotStarted with the reason."""
         binary = _binary()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
             raise ServerNotStarted(f"its folder cannot be made: {error}") from error
         lock = _locked(self._folder / "lock")
         try:
-            config = self._write_config()
-            for old in self._folder.glob("nats-server_*.ports"):
-                old.unlink()
-            with self._log.open("ab") as log:  # gets what is wrong with the configuration
+            config = self._prepared()
+            log = self._opened_log()  # gets what is wrong with the configuration
+            try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(binary, "-c", str(config), "-l", str(self._log)),
                     stdin=DEVNULL,
@@ -80,7 +97,15 @@ class EmbeddedServer:
                     start_new_session=True,
                     preexec_fn=_dies_with_us(),
                     pass_fds=(lock,),
+                    umask=0o077,  # streams hold what engines say
                 )
+            finally:
+                os.close(log)
+        except ForeignFile as error:
+            raise ServerNotStarted(str(error)) from error
+        except OSError as error:
+            problem = f"its folder cannot be written to ({error.strerror or error})"
+            raise ServerNotStarted(f"{problem}: {shortage(self._folder, LEAST_BYTES)}") from error
         finally:
             os.close(lock)  # from here on the server's copy holds the lock
         try:
@@ -89,12 +114,36 @@ class EmbeddedServer:
             await self.kill()
             raise
 
-    def _write_config(self) -> Path:
-        folder, streams = json.dumps(str(self._folder)), json.dumps(str(self._folder / "streams"))
+    def _prepared(self) -> Path:
+        """Write the configuration, and return where; raises ForeignFile, OSError.
+
+        A folder without a configuration of ours must not have anything else of a server either.
+        """
         config = self._folder / "nats.conf"
-        ours = _CONFIG.format(port=self._port, folder=folder, streams=streams)
-        config.write_text(f"{ours}{self.settings}\n")
+        has_run_before = has_own(config, _BEGINNINGS, "a configuration of kvatlas'", _CHANGE)
+        if not has_run_before:
+            for path in (self._log, self._folder / "streams"):
+                if os.path.lexists(path):
+                    found = f"{path.name} without a configuration of kvatlas'"
+                    raise ForeignFile(self._folder, "no store of another server", found, _CHANGE)
+            if free_bytes(self._folder) < LEAST_BYTES:  # the server would say nothing of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(open_file(config, os.O_WRONLY | os.O_CREAT), "wb") as opened:
+            os.fchmod(opened.fileno(), FILE_MODE)  # it may have passwords
+            opened.truncate(0)
+            opened.write(self._config())
+        if has_run_before:
+            for path in self._folder.iterdir():
+                _remove_if_stale(path)
         return config
+
+    def _config(self) -> bytes:
+        folder, streams = json.dumps(str(self._folder)), json.dumps(str(self._folder / "streams"))
+        ours = _CONFIG.format(port=self._port, folder=folder, streams=streams)
+        return _MARK + f"{ours}{self.settings}\n".encode()
+
+    def _opened_log(self) -> int:
+        return open_file(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     async def stop(self) -> None:
         """Ask the server to end and wait for it; kill it when it does not."""
@@ -176,8 +225,24 @@ def _binary() -> str:
     return found
 
 
+def _remove_if_stale(path: Path) -> None:
+    """Remove the announcement of a server that has been killed."""
+    found = _PORTS.fullmatch(path.name)
+    if found and not foreignness(path.lstat()):
+        try:
+            os.kill(int(found[1]), 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (OverflowError, PermissionError):  # no number of ours, or somebody's process
+            pass
+
+
 def _locked(path: Path) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        lock = open_file(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        problem = f"{path} cannot be opened ({error.strerror or error})"
+        raise ServerNotStarted(f"{problem}: {shortage(path, LEAST_BYTES)}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -357,7 +357,9 @@ class ForeignFile(Conflict):
 
     def __init__(self, path: Path, expected: str, found: str, change: str, name: str = "") -> None:
         where = f"{name} {path}" if name else str(path)
-        super().__init__(f"{where}: expected {expected}, found {found}, which is left: {change}")
+        super().__init__(
+            f"{where}: expected {expected}, found {found}, which is left as it is: {change}"
+        )
         self.path, self.found = path, found
 
 
