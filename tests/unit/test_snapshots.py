@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -13,6 +14,7 @@ from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
 from kvatlas.indexer.service import IndexService
 from kvatlas.indexer.service_settings import ServiceSettings
+from kvatlas.indexer.snapshot_format import SnapshotReader, framed
 from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_names import sequence_of
 from kvatlas.indexer.snapshot_writing import (
@@ -165,6 +167,33 @@ async def test_a_damaged_one_is_named_and_the_older_one_used(
     newest = await snapshot_now(bus)
     content = {"damaged": None, "truncated": b"KVATLAS1", "none at all": b""}[how]
     await damaged(bus, newest, content)
+    async with a_service(bus) as service:
+        await service.wait_ready()
+        assert service.loaded is not None
+        assert service.loaded.name == older
+        assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [2]
+    assert any(newest in line and "of no use" in line for line in warnings(caplog))
+
+
+@pytest.mark.parametrize("part", ["tables", "flat.numbers"])
+async def test_one_with_numbers_that_nothing_has_is_named_and_the_older_one_used(
+    bus: MemoryBus, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    await publish(bus, a_batch(up(), stored(1)))
+    older = await snapshot_now(bus)
+    await publish(bus, a_batch(stored(2), seq=2))
+    newest = await snapshot_now(bus)
+    (entry, _) = await bus.objects(SNAPSHOTS_BUCKET).entries()
+    reader = SnapshotReader(entry.num_bytes)
+    await bus.objects(SNAPSHOTS_BUCKET).get(newest, reader.take)
+    about, parts = reader.finish()
+    tree = msgspec.msgpack.decode(parts[part])
+    if part == "tables":
+        tree["instances"][0]["number"] = 7
+    else:
+        tree["num_numbers"] = 2**62
+    planted = {**parts, part: memoryview(msgspec.msgpack.encode(tree))}
+    await bus.objects(SNAPSHOTS_BUCKET).put(newest, framed(about, planted))
     async with a_service(bus) as service:
         await service.wait_ready()
         assert service.loaded is not None

@@ -1,6 +1,6 @@
 """The fast index: the port's events and questions, put to the kernels over FlatRoom's arrays."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import accumulate, repeat
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvatlas.indexer import kernel
 from kvatlas.indexer.flat_room import FlatRoom, power_of_two
 from kvatlas.indexer.index import Match, MatchColumns, TreeNode, check_hash, check_packed
-from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room
+from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, check_numbers
 from kvatlas.indexer.snapshot_flat import (
     NUM_SET_COLUMNS,
     FlatCopy,
@@ -234,8 +234,13 @@ class FlatRadixIndex(FlatRoom):
         )
         return copy.parts
 
-    def restore(self, parts: Parts) -> None:
+    def restore(self, parts: Parts, numbers: Set[int] | None = None) -> None:
         found = read_flat(parts)
+        check_numbers(set(found.numbers.live), numbers)
+        if found.numbers.num_numbers > self._max_instances:
+            raise IndexFull(
+                f"{found.numbers.num_numbers} instances, the limit is {self._max_instances}"
+            )
         num_cells, num_segments = len(found.occupied), len(found.segments)
         if found.segment_cells != self._segment_cells or num_segments > len(self._segments):
             raise InvalidSnapshot(
@@ -263,9 +268,9 @@ class FlatRadixIndex(FlatRoom):
         self._state[:] = found.state
         self._masks, self._digests = masks, found.digests.copy()
         self._directory, self._rows, self._words = directory, rows, found.words.copy()
-        numbers = found.numbers
-        self._num_numbers, self._free = numbers.num_numbers, list(numbers.free)
-        self._live, self._forgotten = set(numbers.live), set(numbers.forgotten)
+        given = found.numbers
+        self._num_numbers, self._free = given.num_numbers, list(given.free)
+        self._live, self._forgotten = set(given.live), set(given.forgotten)
         self._leaving.clear()
         self._collect_into(rows, words)
 

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import Arrays, Layout, PrivateArrays, ReadArrays
+from kvatlas.indexer.snapshot_flat import MAX_GROUPS
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import NUM_TIERS
 
-_MAX_GROUPS = 1 << 16
 _MAX_CELLS = 1 << 32
 #: fewer forgotten numbers are not worth a sweep
 _FEW_NUMBERS = 16
@@ -43,7 +43,7 @@ class FlatRoom:
         kernel.warm()
         self._home: Arrays = arrays or PrivateArrays()
         self._max_bytes = max_bytes
-        self._max_instances = min(max_instances, _MAX_GROUPS * kernel.GROUP)
+        self._max_instances = min(max_instances, MAX_GROUPS * kernel.GROUP)
         self._segment_cells = _checked("segment_cells", segment_cells, 4)
         self._min_words = _checked("set_words", set_words, 2)
         self._live: set[int] = set()

@@ -5,7 +5,7 @@ from itertools import takewhile
 from msgspec import Struct
 
 from kvatlas.events.ordering import SequenceTracker, Tracked
-from kvatlas.indexer.instances import Damage, Instance
+from kvatlas.indexer.instances import Count, Damage, Instance
 from kvatlas.indexer.residency import Residency, ResidencyTables
 from kvatlas.indexer.stimuli import Effect, ReportRejected, ReportTrust, RequestInventory
 from kvatlas.schemas.errors import IndexFull
@@ -18,39 +18,39 @@ MAX_REJECTED_KINDS = 1024
 class Counters(Struct):
     """See IndexStats."""
 
-    batches: int = 0
-    events: int = 0
-    gaps: int = 0
-    missing_batches: int = 0
-    duplicates: int = 0
-    old_epochs: int = 0
-    takeovers: int = 0
-    ended_epochs: int = 0
-    resyncs: int = 0
-    digest_matches: int = 0
-    digest_mismatches: int = 0
-    controls: int = 0
-    ignored_controls: int = 0
-    ignored_expiries: int = 0
-    stream_holes: int = 0
-    forgotten: int = 0
-    throttles: int = 0
-    throttled_batches: int = 0
-    namespace_mutes: int = 0
-    audit_failures: int = 0
-    index_full: int = 0
+    batches: Count = 0
+    events: Count = 0
+    gaps: Count = 0
+    missing_batches: Count = 0
+    duplicates: Count = 0
+    old_epochs: Count = 0
+    takeovers: Count = 0
+    ended_epochs: Count = 0
+    resyncs: Count = 0
+    digest_matches: Count = 0
+    digest_mismatches: Count = 0
+    controls: Count = 0
+    ignored_controls: Count = 0
+    ignored_expiries: Count = 0
+    stream_holes: Count = 0
+    forgotten: Count = 0
+    throttles: Count = 0
+    throttled_batches: Count = 0
+    namespace_mutes: Count = 0
+    audit_failures: Count = 0
+    index_full: Count = 0
 
 
 class FleetTables(Struct):
     """All that a fold knows beside the index."""
 
-    stream_sequence: int
+    stream_sequence: Count
     instances: list[Instance]
     gone: list[InstanceId]
     order: list[Tracked]
     residency: ResidencyTables
     counters: Counters
-    rejected: list[tuple[str, str, int]]
+    rejected: list[tuple[str, str, Count]]
 
 
 class Fleet:

@@ -4,10 +4,12 @@ damage (gap, resync, ...)  -->  degraded  -->  inventories of what is wrong,
                                               a matching digest of every tier  -->  exact
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvatlas.indexer.packed_digest import digest_of_packed
 from kvatlas.indexer.reader import Replaced
@@ -19,6 +21,10 @@ from kvatlas.schemas.kv_events import Inventory
 MAX_OPEN_INVENTORY_BYTES = 256 * 1024 * 1024
 #: and each part counts for so much, hashes or none
 PART_BYTES = 64
+#: what a fold counts up from, read from a snapshot: far enough from the end of 64 bits
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+#: of an instance in the index
+Number = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 class Damage(StrEnum):
@@ -57,10 +63,10 @@ _LASTING = (Damage.quarantined, Damage.doubted)
 class OpenInventory(Struct):
     """Parts of a tier's inventory so far; all came in order, the last as number `num_seen`."""
 
-    as_of_seq: int
-    parts: int
-    num_seen: int = 0
-    num_bytes: int = 0
+    as_of_seq: Count
+    parts: Count
+    num_seen: Count = 0
+    num_bytes: Count = 0
     #: count and XOR of all so far, see TierDigest
     digest: tuple[int, int] = (0, 0)
     runs: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
@@ -91,7 +97,7 @@ class Staging(Struct):
     """What is told of an instance in doubt, on its way into the index; see InventoryFold."""
 
     #: in the index; no answer shows it
-    number: int
+    number: Number
     #: tiers that have something under it, or may
     begun: set[Tier] = msgspec.field(default_factory=set)
     #: those of them that are told to the end
@@ -102,10 +108,10 @@ class Instance(Struct):
     """What the fold keeps of an instance; one object for all its epochs."""
 
     id: InstanceId
-    epoch: int = 0
-    seq: int = 0
+    epoch: Count = 0
+    seq: Count = 0
     #: number in the index; None when it is gone or there was no room
-    number: int | None = None
+    number: Number | None = None
     info: WorkerInfo | None = None
     trust: Trust = Trust.exact
     #: why it is gone; empty while it is not
@@ -118,7 +124,7 @@ class Instance(Struct):
     unsettled: set[Tier] = msgspec.field(default_factory=set)
     open_inventories: dict[Tier, OpenInventory] = msgspec.field(default_factory=dict)
     #: per tier: the newest sequence that did change it, or may have
-    changed_at: list[int] = msgspec.field(default_factory=lambda: [0] * NUM_TIERS)
+    changed_at: list[Count] = msgspec.field(default_factory=lambda: [0] * NUM_TIERS)
     #: an inventory has been asked for and has not healed it yet
     wants_inventory: bool = False
     #: (kind, reason) of the control records of this epoch
@@ -126,12 +132,12 @@ class Instance(Struct):
     #: the expiry of this epoch has been noticed here
     is_expiring: bool = False
     #: since when nothing that it says has an effect, by the broker's clock; 0 for not
-    throttled_ns: int = 0
+    throttled_ns: Count = 0
     #: per kind of record that comes again and again: how many there were in this epoch
-    num_records: dict[str, int] = msgspec.field(default_factory=dict)
+    num_records: dict[str, Count] = msgspec.field(default_factory=dict)
     #: per such kind: the number of the record that was proposed here last
-    proposed: dict[str, int] = msgspec.field(default_factory=dict)
-    last_event_ns: int = 0
+    proposed: dict[str, Count] = msgspec.field(default_factory=dict)
+    last_event_ns: Count = 0
     #: roots of which it holds more than it says -> why
     muted: dict[bytes, str] = msgspec.field(default_factory=dict)
     #: whom this epoch took the name from
@@ -207,3 +213,9 @@ class Instance(Struct):
             self.trust = Trust.exact
         if not set(self.damages) - {*_LASTING, Damage.index_full}:
             self.wants_inventory = False
+
+
+def numbers_of(instances: Sequence[Instance]) -> list[int]:
+    """Return the numbers in the index that instances have."""
+    own = [each.number for each in instances if each.number is not None]
+    return own + [each.staging.number for each in instances if each.staging is not None]

@@ -1,20 +1,31 @@
 """The index as one would explain it: the judge of the fast one, and its stand-in without numba."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import count
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvatlas.indexer.index import Match, MatchColumns, TreeNode, check_hash, check_packed
-from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, bytes_of
+from kvatlas.indexer.snapshot import (
+    Export,
+    InvalidSnapshot,
+    Parts,
+    Room,
+    bytes_of,
+    check_numbers,
+)
 from kvatlas.indexer.tree import PlainRuns, radix_view
 from kvatlas.schemas.digest import TierDigest, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
 from kvatlas.schemas.ids import Tier
 
-_Held = dict[int, int]
+_Number = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+_Key = Annotated[int, Meta(ge=0)]
+_Held = dict[_Key, _Key]
 _Tiers = tuple[_Held, _Held, _Held, _Held, _Held]
 
 
@@ -133,12 +144,13 @@ class ReferenceIndex:
         held = msgspec.msgpack.encode(self._held)
         return lambda: {"reference.held": memoryview(held)}
 
-    def restore(self, parts: Parts) -> None:
+    def restore(self, parts: Parts, numbers: Set[int] | None = None) -> None:
         kept = bytes_of(parts, "reference.held")
         try:
-            held = msgspec.msgpack.decode(kept, type=dict[int, _Tiers])
-        except msgspec.DecodeError as error:
+            held = msgspec.msgpack.decode(kept, type=dict[_Number, _Tiers])
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidSnapshot(f"part reference.held: {error}") from error
+        check_numbers(held.keys(), numbers)
         self._held = {instance: list(tiers) for instance, tiers in held.items()}
 
     def _parents(self) -> dict[int, int]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvatlas.indexer.index import PrefixIndex, TreeNode
-from kvatlas.indexer.instances import Instance
+from kvatlas.indexer.instances import Count, Instance, numbers_of
 from kvatlas.indexer.inventory_fold import InventoryFold
 from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, Roll, TreeRun
@@ -29,8 +29,8 @@ class ResidencyTables(Struct):
 
     excluded: set[InstanceId]
     ending_at_points: set[InstanceId]
-    num_inventories: int
-    num_dropped_inventories: int
+    num_inventories: Count
+    num_dropped_inventories: Count
 
 
 class Residency:
@@ -167,7 +167,7 @@ class Residency:
 
     def restore(self, tables: ResidencyTables, parts: Parts, instances: Sequence[Instance]) -> None:
         """Hold what was exported, for instances as they were. Raises InvalidSnapshot, IndexFull."""
-        self._exportable().restore(parts)
+        self._exportable().restore(parts, set(numbers_of(instances)))
         by_number = {each.number: each for each in instances if each.number is not None}
         hidden = {each.staging.number: each for each in instances if each.staging is not None}
         self._named.replace(by_number | hidden, tables.excluded, tables.ending_at_points, hidden)

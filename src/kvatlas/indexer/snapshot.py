@@ -6,13 +6,14 @@ Parts are one consistent cut and stand for exactly the stream sequence that the 
 Arrays are parts as they lie in memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvatlas.schemas.errors import InvalidInput
+from kvatlas.schemas.errors import IndexFull, InvalidInput
 
 #: name -> bytes; nobody changes them afterwards
 Parts = Mapping[str, memoryview]
@@ -37,11 +38,12 @@ class Exportable(Protocol):
         """
         ...
 
-    def restore(self, parts: Parts) -> None:
+    def restore(self, parts: Parts, numbers: Set[int] | None = None) -> None:
         """Replace everything in it by what was exported from an index of its kind.
 
         Digests, matches and instance numbers are as they were there, and so is what any further
-        event does. Raises InvalidSnapshot, and then has changed nothing.
+        event does. `numbers` are those that have to be given out. Raises InvalidSnapshot, and then
+        has changed nothing.
         """
         ...
 
@@ -57,7 +59,7 @@ def array_of(parts: Parts, name: str, dtype: DTypeLike, *shape: int) -> NDArray[
     wanted = np.dtype(dtype)
     try:
         found = array.view(wanted).reshape(shape)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise InvalidSnapshot(f"part {name}: {array.size} bytes, expected {shape}") from error
     found.flags.writeable = False
     return found
@@ -68,3 +70,24 @@ def bytes_of(parts: Parts, name: str) -> memoryview:
     if name not in parts:
         raise InvalidSnapshot(f"no part {name}: it is of another kind of index")
     return parts[name]
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Let every failure over a snapshot's bytes be an InvalidSnapshot; IndexFull stays one.
+
+    The checks name what is wrong where they can. Whatever passes them and fails later, lack of
+    memory included, must not end a start that would succeed with an older snapshot or the log.
+    """
+    try:
+        yield
+    except (InvalidSnapshot, IndexFull):
+        raise
+    except Exception as error:
+        raise InvalidSnapshot(f"{type(error).__name__}: {error}") from error
+
+
+def check_numbers(given: Set[int], wanted: Set[int] | None) -> None:
+    """Raise InvalidSnapshot unless the numbers of an index are those that instances have."""
+    if wanted is not None and given != wanted:
+        raise InvalidSnapshot("instances have other numbers than the index has given out")

@@ -8,14 +8,14 @@ Everything is padded to 64 bytes, so in a file that is mapped each array lies al
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import msgspec
-import numpy as np
 import xxhash
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvatlas.events.bus import Message
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, refusing
 
 MAGIC = b"KVATLAS1"
 #: of the parts; a reader refuses every other one, because arrays have no room for doubt
@@ -46,7 +46,7 @@ class PartEntry(Struct, frozen=True):
     """A part, without its padding."""
 
     name: str
-    num_bytes: int
+    num_bytes: Annotated[int, Meta(ge=0)]
     checksum: str
 
 
@@ -103,18 +103,20 @@ class SnapshotReader:
         #: until there is a header: all that came
         self._begin = bytearray()
         self._header: Header | None = None
-        self._body = np.empty(0, np.uint8)
-        self._num_taken = 0
+        #: all that came behind it; grows as it comes, so that a claimed size takes no memory
+        self._body = bytearray()
+        self._num_body_bytes = 0
         self._problem: InvalidSnapshot | None = None
 
     def take(self, chunk: bytes) -> bool:
         """Take the next bytes; return whether more are wanted. See `events.objects.Take`."""
         try:
-            if self._header is None:
-                self._begin += chunk
-                self._take_header()
-            else:
-                self._take_body(memoryview(chunk))
+            with refusing():
+                if self._header is None:
+                    self._begin += chunk
+                    self._take_header()
+                else:
+                    self._take_body(memoryview(chunk))
         except InvalidSnapshot as problem:
             self._problem = problem
         return self._problem is None
@@ -123,13 +125,13 @@ class SnapshotReader:
         """Return the snapshot. Raises InvalidSnapshot unless it is whole and undamaged."""
         if self._problem is not None:
             raise self._problem
-        if self._header is None or self._num_taken < len(self._body):
-            num_found = len(self._begin) + self._num_taken
+        if self._header is None or len(self._body) < self._num_body_bytes:
+            num_found = len(self._begin) + len(self._body)
             raise InvalidSnapshot(f"it ends after {num_found} of {self._num_bytes} bytes")
         parts: dict[str, memoryview] = {}
         offset = 0
         for entry in self._header.parts:
-            part = self._body.data[offset : offset + entry.num_bytes].toreadonly()
+            part = memoryview(self._body)[offset : offset + entry.num_bytes].toreadonly()
             if xxhash.xxh3_128_hexdigest(part) != entry.checksum:
                 raise InvalidSnapshot(f"part {entry.name} is damaged")
             parts[entry.name] = part
@@ -157,28 +159,31 @@ class SnapshotReader:
         num_bytes = sum(each.num_bytes + _padding(each.num_bytes) for each in header.parts)
         if end + num_bytes != self._num_bytes:
             raise InvalidSnapshot(f"{self._num_bytes} bytes, expected {end + num_bytes}")
-        self._header, self._body = header, np.empty(num_bytes, np.uint8)
+        self._header, self._num_body_bytes = header, num_bytes
         rest = memoryview(bytes(begin[end:]))
         del begin[end:]
         self._take_body(rest)
 
     def _take_body(self, chunk: memoryview) -> None:
-        end = self._num_taken + len(chunk)
-        if end > len(self._body):
-            raise InvalidSnapshot(f"it goes on behind its end, {len(self._body)} bytes")
-        self._body[self._num_taken : end] = np.frombuffer(chunk, np.uint8)
-        self._num_taken = end
+        if len(self._body) + len(chunk) > self._num_body_bytes:
+            raise InvalidSnapshot(f"it goes on behind its end, {self._num_body_bytes} bytes")
+        self._body += chunk
 
 
 def _decoded(content: bytes) -> Header:
     try:
         header = msgspec.json.decode(content, type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidSnapshot(f"its header: {error}") from error
     if header.version != VERSION:
         raise InvalidSnapshot(f"it is of version {header.version}, this reader knows {VERSION}")
     if header.byte_order != sys.byteorder:
         raise InvalidSnapshot(f"it is of a {header.byte_order}-endian machine")
+    if len({each.name for each in header.parts}) != len(header.parts):
+        raise InvalidSnapshot("two of its parts have one name")
+    anchor = header.about.anchor
+    if anchor is not None and not 1 <= anchor.stream_sequence <= header.about.stream_sequence:
+        raise InvalidSnapshot(f"its newest message is {anchor.stream_sequence}, behind its end")
     return header
 
 

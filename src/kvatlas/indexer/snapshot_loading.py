@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvatlas.events.bus import Bus
 from kvatlas.events.objects import ObjectEntry, ObjectStore
 from kvatlas.events.streams import KV_EVENTS
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts
+from kvatlas.indexer.snapshot import InvalidSnapshot, Parts, refusing
 from kvatlas.indexer.snapshot_format import About, Anchor, SnapshotReader
 from kvatlas.indexer.snapshot_names import sequence_of
 from kvatlas.indexer.state import IndexState
@@ -54,7 +54,7 @@ async def load_newest(
             started = time.perf_counter()
             about, parts = await _read(bus, objects, entry, first, last)
             with window or nullcontext():
-                _restore(state, about, parts)
+                restore(state, about, parts)
         except (InvalidSnapshot, IndexFull, NotFound, StreamRefused, Unavailable) as error:
             _logger.warning("snapshot %s is of no use: %s", entry.name, error)
         else:
@@ -81,18 +81,31 @@ async def _read(
     return about, parts
 
 
-def _restore(state: IndexState, about: About, parts: Parts) -> None:
-    """Become what the parts say, if that is what the snapshot is about; else stay as it was."""
+def restore(state: IndexState, about: About, parts: Parts) -> None:
+    """Become what the parts say, if that is what the snapshot is about; else stay as it was.
+
+    Raises InvalidSnapshot for whatever is wrong with the parts, and IndexFull.
+    """
     before = state.export()
     try:
-        state.restore(parts)
-        if state.stream_sequence != about.stream_sequence:
-            raise InvalidSnapshot(f"its parts stand for sequence {state.stream_sequence}")
-        if state.state_digest() != about.state_digest:
-            raise InvalidSnapshot("its digest is another one")
+        with refusing():
+            _become(state, about, parts)
     except (InvalidSnapshot, IndexFull):
         state.restore(before())
         raise
+
+
+def _become(state: IndexState, about: About, parts: Parts) -> None:
+    state.restore(parts)
+    if state.stream_sequence != about.stream_sequence:
+        raise InvalidSnapshot(f"its parts stand for sequence {state.stream_sequence}")
+    if state.state_digest() != about.state_digest:
+        raise InvalidSnapshot("its digest is another one")
+    if broken := state.audit():
+        instance, tier = broken[0]
+        raise InvalidSnapshot(
+            f"the blocks of {instance} in {tier.name} are not those of its digest"
+        )
 
 
 def check_place(sequence: int, first: int, last: int) -> None:

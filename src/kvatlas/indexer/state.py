@@ -30,6 +30,7 @@ from kvatlas.indexer.records import Records
 from kvatlas.indexer.residency import Residency
 from kvatlas.indexer.serving import ServingLists
 from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, bytes_of
+from kvatlas.indexer.snapshot_tables import check_tables
 from kvatlas.indexer.stimuli import (
     AuditFailed,
     BatchArrived,
@@ -215,8 +216,9 @@ class IndexState:
         """
         try:
             tables = msgspec.msgpack.decode(bytes_of(parts, "tables"), type=FleetTables)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidSnapshot(f"part tables: {error}") from error
+        check_tables(tables)
         for instance in tables.instances:
             # whoever noticed has proposed the record; if it got lost, we have to propose it again
             instance.is_expiring = False
