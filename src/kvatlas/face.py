@@ -5,10 +5,11 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.http_server import Served, http_server
+from kvatlas.router.app import RouterApp
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.settings import RouterSettings
@@ -72,7 +73,13 @@ class Face:
         self._is_port_shared, self._decides = is_port_shared, decides
         self._stack = contextlib.AsyncExitStack()
         self._served: Served | None = None
+        self._app: RouterApp | None = None
         self.url = ""
+
+    @property
+    def serves(self) -> bool:
+        """Whether an application answers here, not only what the role waits for."""
+        return self._app is not None and self._served is not None
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,12 +87,13 @@ class Face:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def show(self, app: Any = None) -> None:
+    async def show(self, shown: RouterApp | None = None) -> None:
         """Answer with an application, by default with what the role waits for.
 
         Raises InvalidSetting for a port that cannot be had.
         """
-        app = app or WaitingApp(self._wait, self._at.policy, decides=self._decides)
+        self._app = shown
+        app = shown or WaitingApp(self._wait, self._at.policy, decides=self._decides)
         if self._served is not None:
             self._served.app = app
             return
@@ -94,9 +102,15 @@ class Face:
         self._served = await self._stack.enter_async_context(server.serving(app))
         self.url = server.url
 
+    def drain(self) -> None:
+        """End each connection with its next answer, so that clients find another process."""
+        if self._served is not None:
+            self._served.end_connections()
+
     async def close(self) -> None:
         """Listen no more; requests under way may end first."""
         await self._stack.aclose()
+        self._served = None
 
 
 class Announcement:

@@ -12,6 +12,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvatlas.schemas.errors import InvalidSetting
 
+#: ends a connection behind the answer that has it
+CLOSE = (b"connection", b"close")
+
 
 class _Server(uvicorn.Server):
     """Leaves signals to whoever owns the process."""
@@ -29,6 +32,20 @@ class Served:
 
     def __init__(self, app: Any) -> None:
         self.app = app
+        self._server: uvicorn.Server | None = None
+
+    def behind(self, server: uvicorn.Server) -> None:
+        """Note which server it is that answers with the application."""
+        self._server = server
+
+    def end_connections(self) -> None:
+        """End each connection with its next answer, so that clients connect anew, elsewhere."""
+        if self._server is None or CLOSE in self._server.config.encoded_headers:
+            return
+        # what uvicorn makes its headers from once a second, and those that it has made
+        self._server.config.encoded_headers.append(CLOSE)
+        state = self._server.server_state
+        state.default_headers = [*state.default_headers, CLOSE]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass on one request."""
@@ -61,7 +78,9 @@ class HttpServer:
             access_log=False,
             timeout_graceful_shutdown=3,
         )
+        config.load()
         server = _Server(config)
+        served.behind(server)
         task = asyncio.create_task(server.serve([self._listener]))
         try:
             yield served

@@ -4,7 +4,7 @@ POST /v1/completions   serve a prompt, with the router's plan in `kv_transfer_pa
 POST /v1/reset         forget the cache
 GET  /v1/models        the one that it serves
 GET  /v1/kv/digest     what the engine itself says that it holds, for comparison with the index
-GET  /health
+GET  /health           503 once it drains
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import Settings
+from kvatlas.stopping import Stopped
 from kvatlas.worker_hooks.channel import SidecarChannel
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.launch import FENCED_STATUS, SidecarProcess, start_sidecar
@@ -71,18 +72,29 @@ class WorkerOptions(Struct, frozen=True):
 async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `announce` is told the URL.
 
+    On SIGTERM the sidecar ends first and says that the worker is down, so that routers leave it
+    out; requests are served for `sidecar.drain_seconds` more, without pulls.
     Raises SidecarEnded when the sidecar ends by itself, such as for a newer process of this name.
     """
-    stopped = asyncio.Event()
     if options.parent_pid:
         begin_stop_with(end_of(options.parent_pid))
-    with _folder(options) as folder:
+    stopped = Stopped()
+    with _folder(options) as folder, contextlib.closing(stopped):
         async with (
-            signals_call(lambda _: stopped.set()),
+            signals_call(stopped.ask),
             http_server(options.host, options.port) as server,
             _engine(options, server.url, folder, stopped) as (engine, channel, sidecar),
-            server.serving(create_worker_app(engine, channel, options.model)),
+            server.serving(
+                create_worker_app(engine, channel, options.model, lambda: stopped.is_draining)
+            ) as served,
         ):
+
+            def drain() -> float:
+                served.end_connections()
+                sidecar.begin_stop()
+                return options.settings.sidecar.drain_seconds
+
+            stopped.drain = drain
             announce(server.url)
             watch = asyncio.create_task(_stop_with_parent(options.parent_pid, stopped))
             await stopped.wait()
@@ -106,7 +118,7 @@ def _folder(options: WorkerOptions) -> Generator[Path, None, None]:
 
 @contextlib.asynccontextmanager
 async def _engine(
-    options: WorkerOptions, base_url: str, folder: Path, stopped: asyncio.Event
+    options: WorkerOptions, base_url: str, folder: Path, stopped: Stopped
 ) -> AsyncGenerator[tuple[ReferenceEngine, SidecarChannel, SidecarProcess], None]:
     ring = RingWriter.create(folder / "ring", lists=True)
     with contextlib.closing(WorkerHook(ring)) as hook:
@@ -140,10 +152,14 @@ async def _until_ready(channel: SidecarChannel, sidecar: SidecarProcess) -> None
         await asyncio.wait((ready, ended))
 
 
-async def _watch(sidecar: SidecarProcess, stopped: asyncio.Event) -> None:
-    """Stop the worker when its sidecar ends: without one it would hold blocks unheard of."""
+async def _watch(sidecar: SidecarProcess, stopped: Stopped) -> None:
+    """Stop the worker when its sidecar ends: without one it would hold blocks unheard of.
+
+    A worker that drains is known to be down.
+    """
     await process_ended(sidecar.pid)
-    stopped.set()
+    if not stopped.is_draining:
+        stopped.set()
 
 
 async def _stop_with_parent(parent_pid: int, stopped: asyncio.Event) -> None:
@@ -216,7 +232,12 @@ _msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest[bytes | _Tokens])
 _TEXT_PROMPT = re.compile(r"got `str` - at `\$\.prompt\b")
 
 
-def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: str) -> FastAPI:
+def create_worker_app(
+    engine: ReferenceEngine,
+    channel: SidecarChannel,
+    model: str,
+    is_draining: Callable[[], bool] = lambda: False,
+) -> FastAPI:
     """Return the HTTP application of one reference worker."""
     app = FastAPI(title="kvatlas reference worker", docs_url=None, redoc_url=None)
     started = int(time.time())
@@ -251,6 +272,8 @@ def create_worker_app(engine: ReferenceEngine, channel: SidecarChannel, model: s
 
     @app.get("/health")
     async def health() -> Response:
+        if is_draining():
+            return _json({"status": "draining"}, 503)
         return _json({"status": "ok"})
 
     @app.exception_handler(InvalidInput)

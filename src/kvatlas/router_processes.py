@@ -3,7 +3,8 @@
     this process: broker, index, archive      child 1..N: a router that reads the index in memory
                   folds the log                           and listens on the port that all share
 
-A router that ends is started again. All of them end with this process.
+A router that ends is started again, unless this process drains: then all do. All of them end with
+this process.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from pathlib import Path
 from kvatlas.http_server import bound_socket
 from kvatlas.schemas.errors import RouterNotStarted
 from kvatlas.schemas.settings import Settings, environment_of, variable_of
+from kvatlas.stopping import end_at_once
 
 #: how long a router may take until it listens, its kernels perhaps to be compiled
 START_SECONDS = 60.0
@@ -47,10 +49,10 @@ def kept_port(host: str, port: int) -> Generator[int, None, None]:
 @contextlib.asynccontextmanager
 async def router_processes(
     count: int, settings: Settings, nats_url: str, index_folder: Path, port: int
-) -> AsyncGenerator[tuple[str, list[str]], None]:
-    """Run the routers while the block runs; yields their common URL and each one's own.
+) -> "AsyncGenerator[RouterProcesses, None]":
+    """Run the routers while the block runs; all of them listen when it begins.
 
-    All of them listen then. One that is started again has another URL of its own, which is logged.
+    One that is started again has another URL of its own, which is logged.
     Raises RouterNotStarted.
     """
     host = settings.router.host
@@ -59,9 +61,22 @@ async def router_processes(
     try:
         await asyncio.gather(*(router.start() for router in routers))
         shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{port}", [router.url for router in routers]
+        yield RouterProcesses(f"http://{shown}:{port}", routers)
     finally:
         await asyncio.gather(*(router.stop() for router in routers))
+
+
+class RouterProcesses:
+    """Routers that run: their common URL, and each one's own."""
+
+    def __init__(self, url: str, routers: "list[_Router]") -> None:
+        self.url, self._routers = url, routers
+        self.owned = [router.url for router in routers]
+
+    def drain(self) -> None:
+        """Let all of them drain, and start none again."""
+        for router in self._routers:
+            router.drain()
 
 
 class _Router:
@@ -79,15 +94,22 @@ class _Router:
         await self._launch()
         self._watch = asyncio.create_task(self._keep_up())
 
+    def drain(self) -> None:
+        """Let it say that it leaves, serve on for its time and end for good."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
     async def stop(self) -> None:
-        """End it for good."""
+        """End it for good, and at once."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait((self._watch,))
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.terminate()
+        end_at_once(process)
         try:
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
         except TimeoutError:

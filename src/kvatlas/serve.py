@@ -35,7 +35,7 @@ from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.warming import warm_kernels
-from kvatlas.role import Role, role, stopping_with
+from kvatlas.role import Role, role
 from kvatlas.router.app import RouterApp, create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import IndexFeed, RouterService
@@ -44,10 +44,13 @@ from kvatlas.router_processes import kept_port, router_processes
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.settings import Settings
+from kvatlas.stopping import stopping_with
 from kvatlas.worker_fleet import EngineOptions, worker_fleet
 
 #: loading kernels from the cache takes less
 LONG_WARM_SECONDS = 1.0
+#: how long an archive that ends waits for what is in the streams already
+CATCH_UP_SECONDS = 5.0
 
 
 async def serve_all(
@@ -61,14 +64,14 @@ async def serve_all(
 
     With `num_routers` they are processes of their own, which read this one's index; 0 is one here.
     """
-    async with role(as_json, parent_pid) as it:
+    async with role(as_json, parent_pid, settings.router.drain_seconds) as it:
         enter, at, urls = it.parts.enter_async_context, settings.router, dict[str, str]()
         port, folder = at.port, _shared_folder(settings)
         if num_routers:
             port = it.parts.enter_context(kept_port(at.host, port))
             folder = folder or it.parts.enter_context(runtime_folder()) / "index"
         is_port_shared = bool(num_routers) or at.is_port_shared
-        face = await it.faces.enter_async_context(_face(it, settings, port, is_port_shared))
+        face = await it.show(_face(it, settings, port, is_port_shared))
         if num_routers or not at.is_port_shared:  # where others share it, they answer meanwhile
             await face.show()
         nats_url = await enter(broker_url(settings))
@@ -85,10 +88,12 @@ async def serve_all(
         await service.wait_ready()
         if num_routers and folder is not None:
             routers = router_processes(num_routers, settings, nats_url, folder, port)
-            urls["router"], owned = await enter(routers)
-            urls |= {f"router_{n}": url for n, url in enumerate(owned, 1)}
+            processes = await enter(routers)
+            it.on_drain.append(processes.drain)
+            urls["router"] = processes.url
+            urls |= {f"router_{n}": url for n, url in enumerate(processes.owned, 1)}
             await face.close()
-            pages = await it.faces.enter_async_context(_face(it, settings, 0))
+            pages = await it.show(_face(it, settings, 0))
             await pages.show(_index_app(it, settings, service))
             urls["indexer"] = pages.url
         it.announcement.now(**urls, nats=shown(nats_url), archive=settings.archive.url)
@@ -101,11 +106,11 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
     Its index is its own, or another process's if `indexer.shared_folder` names one; that one it
     reads while there is no broker, too.
     """
-    async with role(as_json, parent_pid) as it:
+    async with role(as_json, parent_pid, settings.router.drain_seconds) as it:
         enter, at = it.parts.enter_async_context, settings.router
-        face = await it.faces.enter_async_context(_face(it, settings, at.port, at.is_port_shared))
+        face = await it.show(_face(it, settings, at.port, at.is_port_shared))
         # whoever shares a port has one more, or nobody could ask for its metrics
-        own = await it.faces.enter_async_context(_face(it, settings, 0))
+        own = await it.show(_face(it, settings, 0))
         bus = await enter(bus_of(settings, settings.nats.url))
         if settings.indexer.shared_folder:
             await _warm()
@@ -135,9 +140,9 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
 
 async def serve_indexer(settings: Settings, as_json: bool) -> None:
     """Run an index that answers questions and decides nothing, until SIGTERM or SIGINT."""
-    async with role(as_json) as it:
+    async with role(as_json, drain_seconds=settings.router.drain_seconds) as it:
         waiting = Face(it.wait, settings.router, settings.router.port, decides=False)
-        face = await it.faces.enter_async_context(waiting)
+        face = await it.show(waiting)
         await face.show()
         bus = await it.parts.enter_async_context(bus_of(settings, settings.nats.url))
         it.announcement.soon(it.wait, indexer=face.url, nats=shown(settings.nats.url))
@@ -280,4 +285,4 @@ async def _archive(
             stopping_with(archiver.ended.wait(), stopped),
         ):
             yield
-            await archiver.caught_up()
+            await archiver.finish(CATCH_UP_SECONDS)

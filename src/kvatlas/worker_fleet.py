@@ -15,6 +15,7 @@ from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.errors import WorkerNotStarted
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.settings import Settings, environment_of
+from kvatlas.stopping import end_at_once
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -119,7 +120,7 @@ async def _tell_end(name: str, worker: Process) -> None:
 async def _stop(worker: Process) -> None:
     if worker.returncode is not None:
         return
-    worker.terminate()
+    end_at_once(worker)
     try:
         await asyncio.wait_for(worker.wait(), STOP_SECONDS)
     except TimeoutError:

@@ -289,3 +289,16 @@ async def test_it_leaves_nothing_running(bus: MemoryBus) -> None:
     await publish(bus, a_batch(seq=2))
     with pytest.raises(ArchiveUnavailable):
         await archiver.caught_up()
+
+
+async def test_the_end_waits_for_no_broker_and_keeps_what_was_read(
+    broker: MemoryBroker, bus: MemoryBus
+) -> None:
+    archive = MemoryArchive()
+    async with broker.connect() as other, Archiver(other, archive, settings=FAST) as archiver:
+        await publish(bus, a_batch(seq=1))
+        await archiver.caught_up()
+        other.cut()
+        await publish(bus, a_batch(seq=2))
+        await archiver.finish(0.01)
+    assert numbers(archive) == [1]

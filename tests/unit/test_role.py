@@ -1,16 +1,19 @@
 """What a process says of itself before it is of use, and how its start can be ended."""
 
 import asyncio
+import contextlib
 import json
 
 import httpx
 import pytest
 
 from kvatlas.events.nats_bus import NatsBus
-from kvatlas.face import Announcement, Wait
-from kvatlas.role import stopping_with, until_stopped
+from kvatlas.face import Announcement, Face, Wait
+from kvatlas.role import Role
 from kvatlas.router.app import create_app
 from kvatlas.router.waiting import WaitingApp
+from kvatlas.schemas.settings import RouterSettings
+from kvatlas.stopping import Stopped, stopping_with, until_stopped
 from testkit.fleet import Fleet
 from testkit.waiting import WAIT_SECONDS
 
@@ -129,3 +132,84 @@ class TestStopped:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+class TestDrain:
+    TERM, INT = "signal SIGTERM", "signal SIGINT"
+
+    async def test_it_ends_after_its_time(self) -> None:
+        with contextlib.closing(Stopped()) as stopped:
+            stopped.drain = lambda: 0.01
+            stopped.ask(self.TERM)
+            assert (stopped.is_draining, stopped.is_set()) == (True, False)
+            await asyncio.wait_for(stopped.wait(), WAIT_SECONDS)
+
+    @pytest.mark.parametrize("seconds", [0.0, 60.0])
+    async def test_a_terminal_ends_it_at_once(self, seconds: float) -> None:
+        with contextlib.closing(Stopped()) as stopped:
+            stopped.drain = lambda: seconds
+            stopped.ask(self.INT)
+            assert (stopped.is_draining, stopped.is_set()) == (False, True)
+
+    async def test_without_anything_to_drain_it_ends_at_once(self) -> None:
+        stopped = Stopped()
+        stopped.ask(self.TERM)
+        assert stopped.is_set()
+
+    @pytest.mark.parametrize("second", [TERM, INT, "signal SIGHUP"])
+    async def test_a_second_signal_ends_it_sooner(
+        self, second: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvatlas.stopping.REPEAT_SECONDS", 0.0)
+        with contextlib.closing(Stopped()) as stopped:
+            stopped.drain = lambda: 60.0
+            stopped.ask(self.TERM)
+            stopped.ask(second)
+            assert stopped.is_set()
+
+    async def test_a_signal_to_the_whole_group_and_its_parents_are_one(self) -> None:
+        with contextlib.closing(Stopped()) as stopped:
+            stopped.drain = lambda: 60.0
+            stopped.ask(self.TERM)
+            stopped.ask(self.TERM)
+            assert not stopped.is_set()
+
+    async def test_a_role_says_that_it_leaves_and_answers_on(self) -> None:
+        with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
+            role = Role(stopped, announcement, drain_seconds=60.0)
+            fleet = Fleet()
+            fleet.up("w1")
+            async with role.parts, role.faces, httpx.AsyncClient() as client:
+                face = await role.show(Face(role.wait, RouterSettings(), 0))
+                await face.show(create_app(fleet.router(), conditions=role.conditions))
+                ask = {"model": "m", "token_ids": [1, 2, 3]}
+                before = await client.post(f"{face.url}/v1/score", json=ask)
+                assert "connection" not in before.headers
+                stopped.ask(self.TERM)
+                ready = await client.get(f"{face.url}/readyz")
+                assert (ready.status_code, "draining" in ready.json()["detail"]) == (503, True)
+                assert (await client.get(f"{face.url}/healthz")).status_code == 200
+                scored = await client.post(f"{face.url}/v1/score", json=ask)
+                assert (scored.status_code, scored.headers["connection"]) == (200, "close")
+                wrong = await client.post(f"{face.url}/v1/score", json={})
+                assert (wrong.status_code, wrong.headers["connection"]) == (400, "close")
+                assert not stopped.is_set()
+
+    @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
+    async def test_a_role_that_serves_nothing_yet_ends_at_once(self, drain_seconds: float) -> None:
+        with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
+            role = Role(stopped, announcement, drain_seconds)
+            async with role.parts, role.faces:
+                face = await role.show(Face(role.wait, RouterSettings(), 0))
+                await face.show()
+                stopped.ask(self.TERM)
+                assert stopped.is_set()
+
+    async def test_a_role_without_a_drain_ends_at_once(self) -> None:
+        with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
+            role = Role(stopped, announcement, drain_seconds=0.0)
+            async with role.parts, role.faces:
+                face = await role.show(Face(role.wait, RouterSettings(), 0))
+                await face.show(create_app(Fleet().router()))
+                stopped.ask(self.TERM)
+                assert stopped.is_set()

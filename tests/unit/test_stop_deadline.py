@@ -104,3 +104,15 @@ def test_the_end_of_a_process_is_seen_before_it_is_reaped() -> None:
         assert child.returncode is None
     assert end_of(child.pid)()
     assert not end_of(os.getpid())()
+
+
+def test_a_deadline_waits_for_a_drain() -> None:
+    statuses: queue.Queue[int] = queue.Queue()
+    deadline = StopDeadline("a test", 0.0, statuses.put)
+    deadline.extend(WAIT_SECONDS)
+    before = set(threading.enumerate())
+    deadline.begin("signal SIGTERM")
+    (thread,) = set(threading.enumerate()) - before
+    deadline.cancel()
+    thread.join(WAIT_SECONDS)
+    assert statuses.empty()

@@ -13,6 +13,7 @@ import aiohttp
 from msgspec import Struct
 
 from kvatlas.schemas.errors import FleetNotStarted
+from kvatlas.stopping import end_at_once
 
 START_SECONDS = 90.0
 STOP_SECONDS = 20.0
@@ -72,7 +73,7 @@ async def _drain(process: Process, errors: list[str]) -> None:
 async def _stop(process: Process) -> None:
     if process.returncode is not None:
         return
-    process.terminate()
+    end_at_once(process)
     try:
         await asyncio.wait_for(process.wait(), STOP_SECONDS)
     except TimeoutError:

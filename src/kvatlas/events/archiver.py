@@ -8,6 +8,7 @@ Nothing is dropped: what is not in the archive is still in the stream, and the c
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -120,6 +121,16 @@ class Archiver:
                 raise ArchiveUnavailable("the archiver has been left")
             self._progress.clear()
             await self._progress.wait()
+
+    async def finish(self, seconds: float) -> None:
+        """Wait for what is in the streams now, but no longer, and for no broker that is away.
+
+        What has been read is written when the archiver is left, the rest after its next start.
+        Raises as `caught_up`.
+        """
+        with contextlib.suppress(TimeoutError, BusUnavailable):
+            async with asyncio.timeout(seconds):
+                await self.caught_up()
 
     @property
     def cursors(self) -> dict[str, int]:

@@ -28,6 +28,8 @@ _PLAIN_HEAD = re.compile(
     rb"POST (/v1/[0-9A-Za-z_\-/]+)(?:\?([!-~]*))? HTTP/1\.1\r\n"
     rb"((?:%b:[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*)\r\n" % _TOKEN
 )
+#: what a server that leaves adds to all answers; see http_server.py
+CLOSE = (b"connection", b"close")
 #: headers that change how a message is read, or what becomes of its connection
 _NOT_PLAIN = frozenset(
     [b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"connection", b"trailer"]
@@ -55,6 +57,14 @@ class _Pending(NamedTuple):
     end: int
 
 
+class _Defaults(NamedTuple):
+    """The headers of every answer, as a list, as text, and whether they end the connection."""
+
+    headers: list[tuple[bytes, bytes]]
+    lines: bytes
+    closes: bool
+
+
 class HotProtocol(asyncio.Protocol):
     """Answers plain requests for hot routes at once: no task, no scope, one write an answer.
 
@@ -77,7 +87,7 @@ class HotProtocol(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         #: what is not answered yet; as it came where that is one piece, which most requests are
         self._received: bytes | bytearray = b""
-        self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = [], b""
+        self._defaults = _Defaults([], b"", False)
         self._pending: _Pending | None = None
         self._is_paused = self._is_ending = False
         self._idle_seconds = max(config.timeout_keep_alive, 1)
@@ -152,28 +162,30 @@ class HotProtocol(asyncio.Protocol):
         self._since = self._loop.time()
         self._server.total_requests += 1
         self._send(self.routes.answer(pending.asked, body))
-        if self._is_ending:
+        if self._is_ending or self._defaults.closes:
             self._transport.close()
 
     def _send(self, answer: bytes | Problem) -> None:
-        ending = b"connection: close\r\n\r\n" if self._is_ending else b"\r\n"
+        lines = self._default_lines()
+        closes = self._is_ending and not self._defaults.closes
+        ending = b"connection: close\r\n\r\n" if closes else b"\r\n"
         if isinstance(answer, bytes):
-            head = _OK_HEAD % (self._default_lines(), len(answer))
+            head = _OK_HEAD % (lines, len(answer))
             self._transport.write(b"".join((head, ending, answer)))
             return
         status, headers, body = parts_of(answer)
-        lines = [_STATUS_LINES[status], self._default_lines()]
+        problem_lines = [_STATUS_LINES[status], lines]
         for header in headers:
-            lines.append(_HEADER % header)
-        self._transport.write(b"".join((*lines, ending, body)))
+            problem_lines.append(_HEADER % header)
+        self._transport.write(b"".join((*problem_lines, ending, body)))
 
     def _default_lines(self) -> bytes:
         """Return the headers of every answer; uvicorn makes the list anew once a second."""
         headers = self._server.default_headers
-        if headers is not self._defaults[0]:
+        if headers is not self._defaults.headers:
             lines = b"".join(_HEADER % header for header in headers)
-            self._defaults = headers, lines
-        return self._defaults[1]
+            self._defaults = _Defaults(headers, lines, CLOSE in headers)
+        return self._defaults.lines
 
     def _read_head(self) -> _Pending | None:
         """Return the request that has begun; None if it is not plain, or not for us."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+#: the process was asked to end, and serves on for a time
+DRAINING = "draining"
 #: what is published to the log is not stored; answers go on and grow old
 LOG_NOT_STORED = "log_not_stored"
 #: decisions are not stored

@@ -29,6 +29,8 @@ Positive = Annotated[float, Meta(gt=0, le=1e15)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 #: of intervals that something is done at
 Seconds = Annotated[float, Meta(ge=0.05, le=86_400)]
+#: far below what a supervisor waits before it kills, unless that is raised too
+Drain = Annotated[float, Meta(ge=0, le=3_600)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -117,6 +119,9 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     port: Port = 8080
     #: several routers of a host listen on the port, and each gets a part of its connections
     is_port_shared: bool = False
+    #: after SIGTERM `/readyz` says 503 for so long, and requests are answered as before; short
+    #: refuses those of balancers that have not noticed, long delays each update. 0: ends at once
+    drain_seconds: Drain = 5.0
     policy: PolicyName = "predicted_ttft"
     #: larger requests are refused; it bounds the memory of each one under way
     max_body_bytes: Count = 16 * 1024**2
@@ -216,6 +221,9 @@ class SidecarSettings(ReportingSettings, frozen=True, forbid_unknown_fields=True
     #: how long a pull may take before the engine computes instead; long makes a request wait for a
     #: peer that is slower than computing, short gives up pulls that would have paid
     pull_deadline_seconds: Positive = 2.0
+    #: a reference worker that leaves says so first and then serves on for so long, since routers
+    #: have just sent requests to it; long delays each update. 0: ends at once
+    drain_seconds: Drain = 5.0
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):

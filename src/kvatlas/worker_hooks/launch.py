@@ -35,6 +35,10 @@ class SidecarProcess:
         """Return its exit status when it has ended; raises subprocess.TimeoutExpired."""
         return self._process.wait(timeout_seconds)
 
+    def begin_stop(self) -> None:
+        """Ask it to publish what is left and end; return at once."""
+        self._process.terminate()
+
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
         """Let it publish what is left and end; kill it if it takes longer. Idempotent."""
         self._process.terminate()

@@ -32,6 +32,7 @@ class StopDeadline:
         self._main = threading.current_thread()
         self._lock, self._is_over = threading.Lock(), threading.Event()
         self._reason: str | None = None
+        self._more_seconds = 0.0
 
     @property
     def reason(self) -> str | None:
@@ -47,6 +48,10 @@ class StopDeadline:
             self._start(self._end_late)
             return  # the lock stays taken: there is one beginning
         self._lock.release()
+
+    def extend(self, seconds: float) -> None:
+        """Let the process take so many seconds more, while it drains on purpose."""
+        self._more_seconds += seconds
 
     def begin_when(self, has_ended: Callable[[], bool]) -> None:
         """Begin when a condition holds, such as that the parent has ended; looks on by itself."""
@@ -67,7 +72,7 @@ class StopDeadline:
         threading.Thread(target=run, name="stop deadline", daemon=True).start()
 
     def _end_late(self) -> None:
-        if self._is_over.wait(self._seconds):
+        if self._is_over.wait(self._seconds) or self._is_over.wait(self._more_seconds):
             return
         lost = self.what_is_lost()
         line = (
@@ -95,6 +100,12 @@ def limit_stop(name: str, seconds: float) -> StopDeadline:
     global _of_this_process
     _of_this_process = StopDeadline(name, seconds)
     return _of_this_process
+
+
+def extend_stop(seconds: float) -> None:
+    """Let this process's stop take so many seconds more, if it has a deadline."""
+    if _of_this_process is not None:
+        _of_this_process.extend(seconds)
 
 
 def begin_stop_with(has_ended: Callable[[], bool]) -> None:
