@@ -4,6 +4,7 @@
                                      +-- batches     each once, none missing without a word
                                      +-- digests     an exact instance's own digest is the fold's
                                      +-- decisions   what was called exact is what the fold holds
+    archive --look_for_damage--------------- rows        each has the values that an archiver writes
 
 A contradiction means that something recorded cannot have been true. What cannot be compared, such
 as a salted prompt or an instance behind a hole, is counted as skipped.
@@ -27,7 +28,8 @@ from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import BatchArrived, PayloadRejected, ReportDivergence, stimulus_of
 from kvatlas.replay import Fold
-from kvatlas.schemas.errors import MalformedBatch, UnsupportedVersion
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES
+from kvatlas.schemas.errors import MalformedBatch, UnknownDecision, UnsupportedVersion
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import Digest, Doubted, EventBatch, KvEvent, Resync
@@ -89,6 +91,7 @@ def check_archive(
 ) -> CheckReport:
     """Read an archive from its beginning to its end and return what was found.
 
+    The end is that of the moment when it begins: appends may go on meanwhile.
     Memory grows with the number of decisions and gaps, not with that of batches. Raises
     ArchiveUnavailable.
     """
@@ -131,12 +134,14 @@ class _Checker:
 
     def __init__(self, archive: Archive, index: PrefixIndex) -> None:
         self._archive = archive
-        self._last = archive.cursor(KV_EVENTS)
+        self._cut = cut = archive.cut()
+        self._last = cut.cursor
         self._fold = Fold(index)
-        self._order = _Order(archive.holes(KV_EVENTS), self._last)
+        holes = [hole for hole in archive.holes(KV_EVENTS) if hole.first <= cut.cursor]
+        self._order = _Order(holes, cut.cursor)
         self._batches = _Batches()
         self._digests = _Digests(self._fold.state)
-        self._decisions = _Decisions(archive, self._fold)
+        self._decisions = _Decisions(archive, self._fold, cut.last_decision)
 
     def run(self) -> CheckReport:
         for item in archived_log(self._archive, self._last):
@@ -149,9 +154,13 @@ class _Checker:
                 self._take(item)
         self._decisions.judge_before(self._last + 1)
         self._decisions.skip_rest()
-        self._order.take_beyond(self._archive.read_events(self._last + 1, 2**63 - 1))
+        self._order.take_beyond(self._archive.read_events(self._last + 1, self._cut.last_event))
         self._order.take_decisions(self._decisions.pointers)
         self._batches.end(self._fold.state.stats().batches)
+        rows = Check("rows", "rows of the archive", self._archive.look_for_damage())
+        for damaged in self._archive.damaged.examples:
+            rows.contradict(str(damaged))
+        rows.num_contradictions = self._archive.damaged.num_rows
         return CheckReport(
             stream_sequence=self._last,
             state_digest=self._fold.state.state_digest(),
@@ -162,6 +171,7 @@ class _Checker:
                 self._batches.check,
                 self._digests.check,
                 self._decisions.check,
+                rows,
             ),
         )
 
@@ -354,14 +364,13 @@ class _Pointer(NamedTuple):
 class _Decisions:
     """What a decision calls exact is what the fold holds at the decision's stream sequence."""
 
-    def __init__(self, archive: Archive, fold: Fold) -> None:
+    def __init__(self, archive: Archive, fold: Fold, last: int) -> None:
         self.check = Check("decisions", "exact candidates of decisions")
         self._archive, self._fold = archive, fold
-        self.pointers = sorted(self._read())
+        self.pointers = sorted(self._read(last + 1))
         self._next = 0
 
-    def _read(self) -> Iterator[_Pointer]:
-        before = 2**63 - 1
+    def _read(self, before: int) -> Iterator[_Pointer]:
         while page := self._archive.decisions(before, PAGE):
             for message in page:
                 decision = self._decoded(message)
@@ -378,10 +387,15 @@ class _Decisions:
 
     def _decoded(self, message: Message) -> Decision | None:
         try:
-            return decode_decision(message.payload)
+            decision = decode_decision(message.payload)
         except (MalformedBatch, UnsupportedVersion):
+            decision = None
+        if decision is None or any(
+            len(group.chain) % BLOCK_HASH_BYTES for group in decision.groups
+        ):
             self.check.skip("unreadable decisions")
             return None
+        return decision
 
     def judge_before(self, stream_sequence: int) -> None:
         """Judge all decisions by an index that is older than this, with the fold as it is."""
@@ -390,8 +404,13 @@ class _Decisions:
             if pointer.stream_sequence >= stream_sequence:
                 return
             self._next += 1
-            decision = decode_decision(self._archive.decision(pointer.decision_id).payload)
-            self._judge(decision)
+            try:
+                decision = self._decoded(self._archive.decision(pointer.decision_id))
+            except UnknownDecision:
+                self.check.skip("decisions that are stored under another id")
+                continue
+            if decision is not None:
+                self._judge(decision)
 
     def skip_rest(self) -> None:
         """Leave out decisions by an index that is newer than the archive of the log."""
@@ -406,7 +425,8 @@ class _Decisions:
         ]
         claims = _claims(decision)
         for instance, group, num_tokens in claims:
-            view, matches = state.instance(instance), held[group] if group < len(held) else None
+            view = state.instance(instance)
+            matches = held[group] if 0 <= group < len(held) else None
             is_exact = view is not None and view.trust is Trust.exact
             if matches is None:
                 self.check.skip("prompts whose blocks are not recorded, such as salted ones")

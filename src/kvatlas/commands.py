@@ -339,13 +339,15 @@ def replay(
 @app.command()
 def explain(
     archive: Annotated[str, typer.Option(help="Database URL of the archive.")],
-    decision_id: Annotated[str | None, typer.Argument(help="None: the newest decision.")] = None,
+    decision_id: Annotated[
+        str | None, typer.Argument(help="`decision_id` of an answer; none: the newest.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Say why a request went where it went."""
     from kvatlas.reports import explained
 
-    print(explained(archive, decision_id, json))
+    print(explained(archive, decision_id, json, lambda line: print(line, file=sys.stderr)))
 
 
 @app.command()

@@ -79,13 +79,19 @@ def explain(decision: Decision) -> str:
 
 
 def _asked(decision: Decision) -> list[str]:
-    moment = datetime.fromtimestamp(decision.ts_ns / 1e9, UTC).isoformat(timespec="milliseconds")
     return [
-        f"decision {decision.id} at {moment}",
+        f"decision {decision.id} at {_moment(decision.ts_ns)}",
         f"asked     {decision.prompt_tokens} prompt tokens for model {decision.model}",
         f"policy    {decision.policy}",
         f"chosen    {_name(decision.chosen)} ({decision.chosen.base_url})",
     ]
+
+
+def _moment(ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="milliseconds")
+    except (OverflowError, ValueError, OSError):
+        return f"{ns} ns since 1970, which is no time"
 
 
 def _considered(decision: Decision) -> list[str]:

@@ -51,6 +51,8 @@ class Replayed(Struct, frozen=True):
     #: what was missing on the way; with holes the state may not be what it was live
     holes: tuple[Hole, ...]
     seconds: float
+    #: rows of the archive that could not be read as they are, in words
+    damaged: tuple[str, ...] = ()
 
     @property
     def state_digest(self) -> str:
@@ -93,6 +95,7 @@ class ReplayReport(Struct, frozen=True):
     holes: tuple[Hole, ...]
     seconds: float
     workers: tuple[WorkerReport, ...]
+    damaged: tuple[str, ...] = ()
 
 
 class Fold:
@@ -126,7 +129,8 @@ def replay(
     fold = Fold(make_index())
     for item in archived_log(archive, last):
         fold.take(item)
-    return _outcome(fold, last, log_end, started)
+    found = _outcome(fold, last, log_end, started)
+    return msgspec.structs.replace(found, damaged=tuple(archive.damaged.lines()))
 
 
 async def replay_archive(
@@ -191,6 +195,7 @@ def report_of(replayed: Replayed) -> ReplayReport:
             )
             for view in replayed.state.instances()
         ),
+        damaged=replayed.damaged,
     )
 
 

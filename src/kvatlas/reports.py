@@ -1,14 +1,24 @@
 """What `replay` and `explain` print, for people and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.explain import archived_decision, counted, explain, explanation
 from kvatlas.replay import END, Moment, ReplayReport, TokenMatch
-from kvatlas.schemas.errors import UnknownDecision
-from kvatlas.schemas.routing import decode_decision
+from kvatlas.schemas.errors import (
+    ArchiveDamaged,
+    MalformedBatch,
+    UnknownDecision,
+    UnsupportedVersion,
+)
+from kvatlas.schemas.routing import Decision, decode_decision
+
+#: ids that are named where another one is asked for
+MAX_NEWEST = 3
+#: decisions that are read at a time
+PAGE = 50
 
 
 def replay_lines(report: ReplayReport, until: Moment = END) -> list[str]:
@@ -23,6 +33,7 @@ def replay_lines(report: ReplayReport, until: Moment = END) -> list[str]:
     lines += [
         f"hole: sequences {hole.first} to {hole.last} were never seen" for hole in report.holes
     ]
+    lines += report.damaged
     for worker in report.workers:
         why = f" ({'; '.join(worker.trust_reasons)})" if worker.trust_reasons else ""
         lines.append(
@@ -53,16 +64,55 @@ def report_json(report: ReplayReport, matches: Sequence[TokenMatch] | None) -> s
     return msgspec.json.encode(content).decode()
 
 
-def explained(archive_url: str, decision_id: str | None, as_json: bool) -> str:
-    """Return why a decision was taken; the newest one for None. Raises UnknownDecision."""
+def explained(
+    archive_url: str,
+    decision_id: str | None,
+    as_json: bool,
+    note: Callable[[str], object] = lambda _: None,
+) -> str:
+    """Return why a decision was taken; the newest one that can be read for None.
+
+    Each one that cannot be read is a line to `note`. Raises UnknownDecision, ArchiveUnavailable,
+    ArchiveDamaged and UnsupportedVersion.
+    """
     with SqlArchive(archive_url, must_exist=True) as archive:
         if decision_id is None:
-            newest = archive.decisions(2**63 - 1, 1)
-            if not newest:
-                raise UnknownDecision("(the newest)")
-            decision = decode_decision(newest[0].payload)
+            decision = _newest(archive, note)
         else:
-            decision = archived_decision(archive, decision_id)
+            try:
+                decision = archived_decision(archive, decision_id)
+            except MalformedBatch as error:
+                raise ArchiveDamaged(str(archive), _unreadable(decision_id, error)) from error
+            except UnknownDecision as error:
+                newest = [each.id for each in _readable(archive, MAX_NEWEST, note)]
+                raise UnknownDecision(decision_id, str(archive), newest) from error
     if as_json:
         return msgspec.json.encode(explanation(decision)).decode()
     return explain(decision)
+
+
+def _newest(archive: SqlArchive, note: Callable[[str], object]) -> Decision:
+    for decision in _readable(archive, 1, note):
+        return decision
+    raise UnknownDecision("", str(archive))
+
+
+def _readable(archive: SqlArchive, limit: int, note: Callable[[str], object]) -> Iterator[Decision]:
+    """Yield the newest decisions that can be read."""
+    before, num_left = 2**63 - 1, limit
+    while num_left and (page := archive.decisions(before, PAGE)):
+        for message in page:
+            try:
+                yield decode_decision(message.payload)
+            except (MalformedBatch, UnsupportedVersion) as error:
+                where = f"stream_sequence {message.stream_sequence}"
+                note(f"left out: {_unreadable(where, error)}")
+                continue
+            num_left -= 1
+            if not num_left:
+                return
+        before = page[-1].stream_sequence
+
+
+def _unreadable(row: str, error: Exception) -> str:
+    return f"table decisions, row {row}: payload is no decision: {error}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.archive import Archive, BatchKey, DecisionRecord, EventRecord, Hole
+from kvatlas.events.archive import Archive, BatchKey, Cut, DecisionRecord, EventRecord, Hole
 from kvatlas.events.bus import Message
 from kvatlas.events.memory_archive import MemoryArchive
 from kvatlas.events.sql_archive import SqlArchive
@@ -126,6 +126,22 @@ def test_a_time_is_the_newest_sequence_at_or_before_it(archive: Archive) -> None
     archive.append_events([a_record(at) for at in (1, 2, 5)], [], 5)
     asked = {999: 0, 1000: 1, 1999: 1, 2000: 2, 4999: 2, 5000: 5, 10**18: 5}
     assert {at: archive.sequence_at(at) for at in asked} == asked
+
+
+def test_a_cut_says_how_far_everything_reaches(archive: Archive) -> None:
+    assert archive.cut() == Cut(0, 0, 0)
+    archive.append_events([a_record(at) for at in (1, 2, 5)], [Hole(6, 9)], 9)
+    archive.append_decisions([a_decision(3, "d3"), a_decision(1, "d1")], [], 4)
+    assert archive.cut() == Cut(9, 5, 3)
+
+
+def test_what_an_archiver_writes_is_not_damaged(archive: Archive) -> None:
+    archive.append_events([a_record(1), a_record(2, worker=None)], [Hole(3, 3)], 3)
+    archive.append_decisions([a_decision(3, "d3")], [], 4)
+    assert archive.look_for_damage() >= 3
+    assert list(archive.read_events(1, 9))
+    assert archive.holes(KV_EVENTS)
+    assert archive.damaged.num_rows == 0
 
 
 def test_decisions_are_found_by_id_and_listed_newest_first(archive: Archive) -> None:

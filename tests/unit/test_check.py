@@ -155,6 +155,7 @@ def test_a_sound_archive_has_no_contradictions() -> None:
         "batches": 4,
         "digests": 1,
         "decisions": 2,
+        "rows": 7,
     }
     assert (report.stream_sequence, report.num_holes, report.num_absent) == (5, 0, 0)
 

@@ -11,6 +11,11 @@ from msgspec import Struct
 
 from kvatlas.events.bus import Message
 
+#: damaged rows that are kept in words; further ones are only counted
+MAX_EXAMPLES = 10
+#: damaged rows that are told apart; from there on one that is read again counts again
+MAX_KNOWN = 100_000
+
 
 class BatchKey(NamedTuple):
     """What a batch is known by, whatever stream sequence its copies have."""
@@ -42,6 +47,54 @@ class Hole(NamedTuple):
     last: int
 
 
+class DamagedRow(NamedTuple):
+    """A row with a value that no archiver writes; `key` names it, such as `id 'x'`."""
+
+    table: str
+    key: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"table {self.table}, row {self.key}: {self.problem}"
+
+
+class DamagedRows:
+    """The damaged rows that were met: how many, and the first of them."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+        self.num_rows = 0
+        self.examples: list[DamagedRow] = []
+
+    def note(self, row: DamagedRow) -> None:
+        """Count a row, once however often it is read."""
+        name = row.table, row.key
+        if name in self._known:
+            return
+        if len(self._known) < MAX_KNOWN:
+            self._known.add(name)
+        self.num_rows += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(row)
+
+    def lines(self) -> list[str]:
+        """Return them as text, the last line with how many more there are."""
+        lines = [f"damaged   {row}" for row in self.examples]
+        more = self.num_rows - len(self.examples)
+        return [*lines, f"damaged   and {more} more rows"] if more else lines
+
+
+class Cut(NamedTuple):
+    """How far an archive reached at one moment; 0 for nothing."""
+
+    #: of the log, as `cursor` says it
+    cursor: int
+    #: the newest message of the log; beyond the cursor only where something went wrong
+    last_event: int
+    #: stream sequence of the newest decision
+    last_decision: int
+
+
 class Archive(Protocol):
     """Keeps messages with the position up to which their stream has been read.
 
@@ -49,7 +102,12 @@ class Archive(Protocol):
     again changes nothing: a batch is known by its key, any other message by its stream sequence, a
     decision by its id. A cursor never goes back. All methods raise ArchiveUnavailable. As text
     it is where it lies, without a password.
+
+    What another program has damaged hides nothing else: such a row is noted in `damaged` when it
+    is met, and read with empty values in place of the damaged ones.
     """
+
+    damaged: DamagedRows
 
     def append_events(
         self, records: Sequence[EventRecord], holes: Sequence[Hole], cursor: int
@@ -65,6 +123,13 @@ class Archive(Protocol):
 
     def cursor(self, stream_name: str) -> int:
         """Return the sequence up to which a stream is in here; 0 for none of it."""
+        ...
+
+    def cut(self) -> Cut:
+        """Return how far everything reaches now, all of one moment.
+
+        An archive only grows, so what lies within a cut stays as it is while appends go on.
+        """
         ...
 
     def read_events(self, first: int, last: int) -> Iterator[Message]:
@@ -88,6 +153,10 @@ class Archive(Protocol):
 
     def decisions(self, before: int, limit: int) -> list[Message]:
         """Return up to `limit` decisions below a stream sequence, newest first."""
+        ...
+
+    def look_for_damage(self) -> int:
+        """Note all damaged rows in `damaged`, and return how many rows there are."""
         ...
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import Self
 
-from kvatlas.events.archive import BatchKey, DecisionRecord, EventRecord, Hole
+from kvatlas.events.archive import BatchKey, Cut, DamagedRows, DecisionRecord, EventRecord, Hole
 from kvatlas.events.bus import Message
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS
 from kvatlas.schemas.errors import UnknownDecision
@@ -21,6 +21,8 @@ class MemoryArchive:
         self._sequences: list[int] = []
         self._keys: set[BatchKey] = set()
         self._decisions: dict[str, Message] = {}
+        #: nothing else writes here
+        self.damaged = DamagedRows()
 
     def __str__(self) -> str:
         return "an archive in memory"
@@ -54,6 +56,11 @@ class MemoryArchive:
     def cursor(self, stream_name: str) -> int:
         return self._cursors.get(stream_name, 0)
 
+    def cut(self) -> Cut:
+        decisions = [message.stream_sequence for message in self._decisions.values()]
+        last = self._sequences[-1] if self._sequences else 0
+        return Cut(self.cursor(KV_EVENTS), last, max(decisions, default=0))
+
     def read_events(self, first: int, last: int) -> Iterator[Message]:
         at = bisect_left(self._sequences, first)
         while at < len(self._sequences) and self._sequences[at] <= last:
@@ -75,6 +82,9 @@ class MemoryArchive:
     def decisions(self, before: int, limit: int) -> list[Message]:
         found = [m for m in self._decisions.values() if m.stream_sequence < before]
         return sorted(found, key=lambda message: -message.stream_sequence)[:limit]
+
+    def look_for_damage(self) -> int:
+        return len(self._events) + len(self._decisions)
 
     def close(self) -> None:
         pass

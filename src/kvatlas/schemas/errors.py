@@ -42,6 +42,7 @@ KvatlasError
       KeyRefused               an engine wants another API key
     EngineStopped              the engine ended while a request was in it
     ArchiveUnavailable         the archive's database does not answer
+      ArchiveDamaged           what it holds is not what an archiver writes
     PoolUnreadable             a file that is no serve pool, or not yet
     SidecarEnded               a sidecar ended before its worker did
     RouterNotStarted           a router process did not begin to listen
@@ -193,11 +194,19 @@ class UnknownModel(NotFound):
 
 
 class UnknownDecision(NotFound):
-    """No decision with this id is kept."""
+    """No decision with this id is kept; an `archive` is named with its `newest` ids."""
 
-    def __init__(self, decision_id: str) -> None:
-        super().__init__(f"no decision {decision_id!r}")
-        self.decision_id = decision_id
+    def __init__(self, decision_id: str, archive: str = "", newest: Sequence[str] = ()) -> None:
+        text = f"no decision {decision_id!r}"
+        if archive and not newest:
+            text = f"{archive} holds no decision: has a router answered /v1/route meanwhile?"
+        elif archive:
+            text = (
+                f"{text} in {archive}: expected a `decision_id` of an answer of /v1/route; the"
+                f" newest are {', '.join(newest)}; without an id the newest is explained"
+            )
+        super().__init__(text)
+        self.decision_id, self.newest = decision_id, newest
 
 
 class UnknownPolicy(NotFound):
@@ -310,6 +319,15 @@ class EngineStopped(Unavailable):
 
 class ArchiveUnavailable(Unavailable):
     """The archive's database does not answer or cannot be opened."""
+
+
+class ArchiveDamaged(ArchiveUnavailable):
+    """A table or a row of an archive is not what an archiver writes; the text names it."""
+
+    def __init__(self, archive: str, problem: str) -> None:
+        help_ = "read a copy from before the change, or write a new archive"
+        super().__init__(f"{archive}: {problem}: {help_}")
+        self.archive, self.problem = archive, problem
 
 
 class PoolUnreadable(Unavailable):
