@@ -39,6 +39,7 @@ from kvatlas.events.dead_letters import (
 )
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_DEAD_LETTERS
+from kvatlas.own_files import open_output
 from kvatlas.schemas.errors import InvalidSetting, MalformedLetter, UnknownLetter
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.process import signals_call
@@ -76,8 +77,10 @@ def dead_letters(
     settings = with_broker(settings_from(config, nats, creds, set_))
     if payload is not None and out is not None:
         letter, content = asyncio.run(_found(settings, payload))
+        change = "name a file that is not there yet"
         try:
-            out.write_bytes(content)
+            with open(open_output(out, lambda _: False, "an empty file", change), "wb") as file:
+                file.write(content)
         except OSError as error:
             raise InvalidSetting("out", "flag --out", error.strerror or str(error)) from error
         part = f", the first of {letter.num_bytes}" if len(content) < letter.num_bytes else ""

@@ -6,6 +6,7 @@ followed on the way, so that one that was put there beforehand leads nowhere.
 
 import contextlib
 import os
+import socket
 import stat
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from kvatlas.schemas.errors import FolderUnusable, ForeignFile
 
 #: of files that may hold tokens, blocks or events, and of folders that hold such files
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+#: by which a file is known that has no fixed beginning
+_MAX_BEGINNING = 65_536
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 #: from the most telling to the least
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -69,8 +72,11 @@ def shortage(path: Path, num_bytes: int) -> str:
 
 
 def is_from_a_trusted_user(found: os.stat_result) -> bool:
-    """Whether a file is this user's or root's; others could change it while it is read."""
-    return found.st_uid in (os.geteuid(), 0)
+    """Whether a file is this user's or root's; others could change it while it is mapped.
+
+    Root, to whom all may be given to read, trusts every owner.
+    """
+    return found.st_uid in (os.geteuid(), 0) or os.geteuid() == 0
 
 
 def foreignness(found: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
@@ -108,6 +114,64 @@ def has_own(path: Path, starts: Sequence[bytes], what: str, change: str) -> bool
     if problem:
         raise ForeignFile(path, f"nothing or {what}", problem, change)
     return True
+
+
+def open_output(path: Path, is_ours: Callable[[bytes], bool], what: str, change: str) -> int:
+    """Return a descriptor to write a file from its beginning, new or one that may go.
+
+    A file that is there may go when it is empty, or `is_ours` says yes to its first bytes. A pipe
+    or a character device is written to as it is, also through a link such as /dev/stdout. Raises
+    ForeignFile for anything else, which stays as it is; OSError.
+    """
+    with contextlib.suppress(FileExistsError):
+        return create_file(path, os.O_WRONLY)
+    found = path.lstat()
+    is_link = stat.S_ISLNK(found.st_mode)
+    if is_link:
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+    if stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode):
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    problem = "a symbolic link" if is_link else foreignness(found)
+    if not problem:
+        fd = open_file(path, os.O_RDWR)
+        content = os.pread(fd, _MAX_BEGINNING, 0)
+        if not foreignness(os.fstat(fd)) and (not content or is_ours(content)):
+            os.fchmod(fd, FILE_MODE)
+            os.ftruncate(fd, 0)
+            return fd
+        os.close(fd)
+        problem = "a file with other content"
+    raise ForeignFile(path, f"nothing or {what}", problem, change)
+
+
+def has_stale_socket(path: Path, change: str) -> bool:
+    """Whether a socket lies at `path` that nothing listens on; False where nothing is.
+
+    Raises ForeignFile for anything else, with `is_in_use` where something listens.
+    """
+    try:
+        problem = foreignness(path.lstat(), stat.S_ISSOCK)
+    except FileNotFoundError:
+        return False
+    is_in_use = not problem and _is_listened_on(path)
+    if problem or is_in_use:
+        problem = problem or "a socket in use"
+        expected = "nothing or a socket that nothing listens on"
+        raise ForeignFile(path, expected, problem, change, is_in_use=is_in_use)
+    return True
+
+
+def _is_listened_on(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # its queue is full, or it is of another kind
+            return True
+        return True
 
 
 # --- folders ------------------------------------------------------------------------------------

@@ -20,9 +20,16 @@ from fastapi import FastAPI, Request, Response
 from msgspec import Meta, Struct
 
 from kvatlas.http_server import http_server
+from kvatlas.own_files import FOLDER_MODE
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.digest import digest_of
-from kvatlas.schemas.errors import InvalidInput, InvalidRequest, KvatlasError, SidecarEnded
+from kvatlas.schemas.errors import (
+    FolderUnusable,
+    InvalidInput,
+    InvalidRequest,
+    KvatlasError,
+    SidecarEnded,
+)
 from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.routing import Plan
@@ -109,8 +116,12 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
 def _folder(options: WorkerOptions) -> Generator[Path, None, None]:
     """Yield where the worker's files lie: given, or in shared memory and gone afterwards."""
     if options.folder:
-        Path(options.folder).mkdir(parents=True, exist_ok=True)
-        yield Path(options.folder)
+        folder = Path(options.folder)
+        try:
+            folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderUnusable(folder, error.strerror or str(error), "--folder") from error
+        yield folder
         return
     with runtime_folder() as folder:
         yield folder

@@ -255,8 +255,8 @@ async def test_an_indexer_writes_them_and_a_command_shows_them(
 
 
 async def a_message_can_be_taken_out(nats: tuple[str, str], folder: Path) -> None:
-    out = folder / "message"
     for at in (2, 4, 8):
+        out = folder / f"message-{at}"
         taken = await run_command("dead-letters", *nats, "--payload", str(at), "--out", str(out))
         payload = GARBAGE[at - 2][2]
         assert (taken.status, taken.out) == (0, f"{len(payload)} bytes in {out}\n")
@@ -264,6 +264,11 @@ async def a_message_can_be_taken_out(nats: tuple[str, str], folder: Path) -> Non
     decoded = (await run_command("decode", str(out))).out
     assert "rejected (malformed_event): payload 1, event 0 (stored): Expected `array`" in decoded
     assert "w1/0 epoch 1: hbm 1" in decoded
+    over = await run_command("dead-letters", *nats, "--payload", "5", "--out", str(out))
+    assert over.status == 1
+    assert "a file with other content, which is left as it is: name a file that is" in over.err
+    assert out.read_bytes() == payload
+    out = folder / "message-5"
     await run_command("dead-letters", *nats, "--payload", "5", "--out", str(out))
     decoded = (await run_command("decode", str(out))).out
     assert "rejected (malformed_batch): payload 1: wire version 900" in decoded

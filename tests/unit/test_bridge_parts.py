@@ -1,13 +1,16 @@
 """What a bridge reads in batches and in an engine's HTTP answers, and where it finds the ranks."""
 
 import asyncio
+import os
+import socket
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
-from kvatlas.schemas.errors import EndpointUnusable, InvalidSetting
+from kvatlas.schemas.errors import EndpointUnusable, ForeignFile, InvalidSetting
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.bridge.engine_probe import (
     EngineFacts,
@@ -23,6 +26,7 @@ from kvatlas.worker_hooks.bridge.run import addresses_of, run_bridge
 from kvatlas.worker_hooks.bridge.turnover import Turnover
 from kvatlas.worker_hooks.bridge.zmq_source import offset_port
 from kvatlas.worker_hooks.engines.registry import adapter_of
+from kvatlas.worker_hooks.zmq_binding import bind
 from testkit.zmq_engine import Blocks, Event
 
 METRICS = """
@@ -32,6 +36,38 @@ process_start_time_seconds 1.79e+09
 """
 SOURCES = """{"0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600", "topic": ""},
               "1": {"endpoint": "tcp://*:5558", "replay_endpoint": null}}"""
+
+
+@pytest.mark.parametrize("content", ["a file", "a socket in use"])
+def test_what_lies_at_a_path_that_is_bound_stays(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x"
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as live,
+        socket.socket(socket.AF_UNIX) as other,
+    ):
+        if content == "a file":
+            path.write_bytes(b"mine")
+        else:
+            other.bind(str(path))
+            other.listen()
+        before = path.lstat()
+        with pytest.raises(ForeignFile, match=content):
+            bind(live, f"ipc://{path}")
+        assert path.lstat() == before
+
+
+def test_a_path_that_is_bound_is_for_this_user_alone(tmp_path: Path) -> None:
+    path, mask = tmp_path / "x", os.umask(0)
+    try:
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+        with zmq.Context() as context, context.socket(zmq.SUB) as live:
+            bind(live, f"ipc://{path}")
+            assert path.stat().st_mode & 0o777 == 0o600
+            bind(live, "ipc://*")
+    finally:
+        os.umask(mask)
 
 
 def options(**more: object) -> BridgeOptions:

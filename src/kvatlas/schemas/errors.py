@@ -371,14 +371,25 @@ class Conflict(KvatlasError):
 
 
 class ForeignFile(Conflict):
-    """A file or folder is in the way that kvatlas has not made; it is left as it is."""
+    """A file or folder is in the way that kvatlas has not made; it is left as it is.
 
-    def __init__(self, path: Path, expected: str, found: str, change: str, name: str = "") -> None:
+    `is_in_use` says that it is a socket of a process that lives.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        expected: str,
+        found: str,
+        change: str,
+        name: str = "",
+        *,
+        is_in_use: bool = False,
+    ) -> None:
         where = f"{name} {path}" if name else str(path)
-        super().__init__(
-            f"{where}: expected {expected}, found {found}, which is left as it is: {change}"
-        )
-        self.path, self.found = path, found
+        problem = f"expected {expected}, found {found}, which is left as it is"
+        super().__init__(f"{where}: {problem}: {change}")
+        self.path, self.found, self.is_in_use = path, found, is_in_use
 
 
 class KeyExists(Conflict):
@@ -452,6 +463,6 @@ class IndexFull(LimitReached):
 class PoolTooLarge(LimitReached):
     """There is less shared memory than the serve pool needs."""
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        super().__init__(f"serve pool {path} needs {num_bytes} bytes, there is no room")
+    def __init__(self, path: Path, num_bytes: int, shortage: str) -> None:
+        super().__init__(f"no room for the serve pool {path}: {shortage}")
         self.path, self.num_bytes = path, num_bytes

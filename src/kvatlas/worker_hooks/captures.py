@@ -11,6 +11,7 @@ cannot be read costs only itself.
 """
 
 import json
+import os
 import struct
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import IO, Any, NamedTuple, Self
 
 import msgspec
 
+from kvatlas.own_files import open_output
 from kvatlas.schemas.errors import CaptureDamaged, CaptureUnreadable
 from kvatlas.worker_hooks.msgpack_ends import end_of_value
 
@@ -89,14 +91,15 @@ class CaptureFile:
     """A recording under way; each batch is in the file when the call returns.
 
     Making one and every call raise CaptureUnreadable, with what the system says, where the file
-    cannot be written.
+    cannot be written. Making one raises ForeignFile for a file that is there and no recording.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._is_text = path, path.suffix == ".jsonl"
         self.num_written = 0
         try:
-            self._file: IO[bytes] = path.open("wb")
+            fd = open_output(path, is_recording, "a recording", "name another FILE")
+            self._file: IO[bytes] = os.fdopen(fd, "wb")
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -135,6 +138,21 @@ class CaptureFile:
         done = f" after {self.num_written} batches" if self.num_written else ""
         problem = f"cannot be written{done}: {error.strerror or error}; name another FILE"
         return CaptureUnreadable(self._path, problem)
+
+
+def is_recording(beginning: bytes) -> bool:
+    """Whether a file that begins so is one that `CaptureFile` has written."""
+    if beginning.startswith((b'{"recv_ts": ', b'{"stream_sequence":')):
+        return True
+    if len(beginning) < 4:
+        return False
+    (num_topic_bytes,) = _U32.unpack_from(beginning)
+    payload_at = 4 + num_topic_bytes + _SEQ_AND_U32.size
+    if payload_at >= len(beginning):
+        return False
+    _, num_bytes = _SEQ_AND_U32.unpack_from(beginning, 4 + num_topic_bytes)
+    is_batch = beginning[payload_at] in _FIXARRAYS or beginning[payload_at] in b"\xdc\xdd"
+    return is_batch and 0 < num_bytes <= MAX_RECORD_BYTES
 
 
 def write_kvcap(file: IO[bytes], frame: Frame) -> None:

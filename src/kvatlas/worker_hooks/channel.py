@@ -11,6 +11,9 @@ a time; every question has an id of its own and gets one answer, in any order.
 import asyncio
 import contextlib
 import itertools
+import os
+import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -18,12 +21,20 @@ from typing import Self
 import msgspec
 from msgspec import Struct
 
-from kvatlas.schemas.errors import MalformedBatch, SidecarUnavailable
+from kvatlas.own_files import FILE_MODE, has_stale_socket
+from kvatlas.schemas.errors import (
+    EndpointUnusable,
+    ForeignFile,
+    MalformedBatch,
+    SidecarUnavailable,
+)
 from kvatlas.schemas.ids import InstanceId
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 #: how much longer than its deadline a pull is waited for, in case the sidecar is stopped
 PULL_SLACK_SECONDS = 1.0
+#: how long a sidecar waits for its predecessor to leave the socket, and between two looks
+PATIENCE_SECONDS, RETRY_SECONDS = 5.0, 0.05
 
 
 class PullBlocks(Struct, frozen=True, array_like=True, tag="pull"):
@@ -93,16 +104,30 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class ChannelServer:
-    """The sidecar's end: answers each question in a task of its own, inside `async with`."""
+    """The sidecar's end: answers each question in a task of its own, inside `async with`.
 
-    def __init__(self, path: Path, answer: Callable[[Question], Awaitable[Answer]]) -> None:
-        self._path, self._answer = path, answer
+    Entering waits up to `patience_seconds` for another that still listens there to end. It raises
+    ForeignFile for what is then there and is no socket that was left, and EndpointUnusable.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        answer: Callable[[Question], Awaitable[Answer]],
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self._path, self._answer, self._patience_seconds = path, answer, patience_seconds
         self._connections: set[asyncio.Task[None]] = set()
         self.num_malformed = 0
 
     async def __aenter__(self) -> Self:
-        self._path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, self._path)
+        await self._clear()
+        try:
+            bound = _bound(self._path)
+        except OSError as error:
+            raise EndpointUnusable(str(self._path), f"{error.strerror or error}") from error
+        self._own = self._path.lstat()
+        self._server = await asyncio.start_unix_server(self._serve, sock=bound)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -110,7 +135,22 @@ class ChannelServer:
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self._path.lstat(), self._own):  # another sidecar's may be there
+                self._path.unlink()
+
+    async def _clear(self) -> None:
+        """Remove the socket of a sidecar that is gone, or goes soon. Raises ForeignFile."""
+        give_up_at = time.monotonic() + self._patience_seconds
+        while True:
+            try:
+                if has_stale_socket(self._path, "name another path for the sidecar's socket"):
+                    self._path.unlink(missing_ok=True)
+                return
+            except ForeignFile as error:
+                if not error.is_in_use or time.monotonic() >= give_up_at:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -137,6 +177,19 @@ class ChannelServer:
         answer = await self._answer(question)
         with contextlib.suppress(ConnectionError):
             await _write_frame(writer, answer)
+
+
+def _bound(path: Path) -> socket.socket:
+    """Return a socket that only this user may connect to, bound and not listening yet."""
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(OSError):  # what Linux makes at the path has this mode
+            os.fchmod(made.fileno(), FILE_MODE)
+        made.bind(str(path))
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 class SidecarChannel:

@@ -8,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from kvatlas.own_files import open_file
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 STOP_SECONDS = 15.0
@@ -73,8 +74,11 @@ def start_sidecar(options: SidecarOptions, log_file: Path | None = None) -> Side
     if log_file is None:
         process = _start(command, None)
     else:
-        with log_file.open("ab") as log:
-            process = _start(command, log.fileno())
+        log = open_file(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            process = _start(command, log)
+        finally:
+            os.close(log)
     assert process.stdin is not None
     with process.stdin as stdin:
         stdin.write(msgspec.json.encode(options))

@@ -31,9 +31,26 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from kvatlas.schemas.errors import InvalidSetting, PoolInUse, PoolTooLarge, PoolUnreadable
+from kvatlas.own_files import (
+    create_file,
+    has_own,
+    is_from_a_trusted_user,
+    open_file,
+    shortage,
+    take_room,
+)
+from kvatlas.schemas.errors import (
+    FolderUnusable,
+    InvalidSetting,
+    PoolInUse,
+    PoolTooLarge,
+    PoolUnreadable,
+)
 
 MAGIC, VERSION = b"KVATPOOL", 1
+#: what a pool begins with while it is made
+_UNFINISHED = b"KVATMAKE"
+_CHANGE = "name another path for the pool"
 HEADER = struct.Struct("=8sIIQIIQ")
 COUNTERS_OFFSET, SLOTS_OFFSET, PAGE = 2048, 4096, 4096
 SLOT_BYTES = 40
@@ -109,10 +126,16 @@ class PoolFile:
         with self._threads:
             if self._fd < 0:
                 return
+            if self.is_owner:
+                self._unlink_own()
             os.close(self._fd)
             self._fd = -1
-        if self.is_owner:
-            self.path.unlink(missing_ok=True)
+
+    def _unlink_own(self) -> None:
+        """Remove the name unless it is another file's by now."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.lstat(), os.fstat(self._fd)):
+                self.path.unlink()
 
     def _try_lock(self) -> bool:
         try:
@@ -137,32 +160,25 @@ def pool_path(name: str, folder: Path | None = None) -> Path:
 def create_pool_file(path: Path, layout: Layout) -> PoolFile:
     """Make the file with all its pages; replace one whose owner is dead.
 
-    Pages are taken now, so that a full /dev/shm is an error here and no SIGBUS later.
+    Pages are taken now, so that a full /dev/shm is an error here and no SIGBUS later. Raises
+    InvalidSetting, PoolInUse, PoolTooLarge, FolderUnusable, and ForeignFile for what is no pool.
     """
     if layout.num_slots < 1 or layout.block_bytes < 1 or layout.num_bounce < 0:
         raise InvalidSetting("pool", "create", f"{layout} has no room for a block")
-    with contextlib.suppress(FileNotFoundError, PoolUnreadable):
-        pid, started = _owner_of(path)
-        if pid and _start_of(pid) == started:
-            raise PoolInUse(path, pid)
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        _reserve(fd, path, layout.file_bytes)
-        pid = os.getpid()
-        header = HEADER.pack(
-            MAGIC,
-            VERSION,
-            layout.num_slots,
-            layout.block_bytes,
-            layout.num_bounce,
-            pid,
-            _start_of(pid),
-        )
-        os.pwrite(fd, header[8:], 8)
-        slots = b"".join(bytes(32) + struct.pack("=Q", n << 8) for n in range(layout.num_slots))
-        os.pwrite(fd, slots, SLOTS_OFFSET)  # slot n at place n, empty
-        os.pwrite(fd, MAGIC, 0)  # last: until then nobody attaches
+        if has_own(path, (MAGIC, _UNFINISHED), "a serve pool", _CHANGE):
+            with contextlib.suppress(FileNotFoundError, PoolUnreadable):
+                pid, started = _owner_of(path)
+                if pid and _start_of(pid) == started:
+                    raise PoolInUse(path, pid)
+            path.unlink(missing_ok=True)
+        fd = create_file(path)
+    except OSError as error:
+        problem = f"no serve pool can be made in it ({error.strerror or error})"
+        text = f"{problem}: {shortage(path, layout.file_bytes)}"
+        raise FolderUnusable(path.parent, text) from error
+    try:
+        _fill(fd, path, layout)
         return PoolFile(path, fd, layout, is_owner=True)
     except BaseException:
         os.close(fd)
@@ -170,13 +186,41 @@ def create_pool_file(path: Path, layout: Layout) -> PoolFile:
         raise
 
 
+def _fill(fd: int, path: Path, layout: Layout) -> None:
+    """Take all pages of a new file and write what it begins with."""
+    pid = os.getpid()
+    header = HEADER.pack(
+        MAGIC,
+        VERSION,
+        layout.num_slots,
+        layout.block_bytes,
+        layout.num_bounce,
+        pid,
+        _start_of(pid),
+    )
+    try:
+        os.pwrite(fd, _UNFINISHED, 0)
+        take_room(fd, layout.file_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            lacking = shortage(path, layout.file_bytes)
+            raise PoolTooLarge(path, layout.file_bytes, lacking) from error
+        raise
+    os.pwrite(fd, header[8:], 8)
+    slots = b"".join(bytes(32) + struct.pack("=Q", n << 8) for n in range(layout.num_slots))
+    os.pwrite(fd, slots, SLOTS_OFFSET)  # slot n at place n, empty
+    os.pwrite(fd, MAGIC, 0)  # last: until then nobody attaches
+
+
 def attach_pool_file(path: Path) -> PoolFile:
     """Map a pool that another process owns, or raise PoolUnreadable."""
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = open_file(path, os.O_RDWR | os.O_NONBLOCK)
     except OSError as error:
         raise PoolUnreadable(path, str(error)) from error
     try:
+        if not is_from_a_trusted_user(os.fstat(fd)):
+            raise PoolUnreadable(path, "it is of another user")
         _, _, num_slots, block_bytes, num_bounce, _, _ = _read_header(fd, path)
         layout = Layout(num_slots, block_bytes, num_bounce)
         size = os.fstat(fd).st_size
@@ -192,18 +236,6 @@ def _page_up(offset: int) -> int:
     return -(-offset // PAGE) * PAGE
 
 
-def _reserve(fd: int, path: Path, num_bytes: int) -> None:
-    os.ftruncate(fd, num_bytes)
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise PoolTooLarge(path, num_bytes) from error
-        raise
-
-
 def _read_header(fd: int, path: Path) -> tuple[bytes, int, int, int, int, int, int]:
     header = os.pread(fd, HEADER.size, 0)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -215,7 +247,7 @@ def _read_header(fd: int, path: Path) -> tuple[bytes, int, int, int, int, int, i
 
 
 def _owner_of(path: Path) -> tuple[int, int]:
-    fd = os.open(path, os.O_RDONLY)
+    fd = open_file(path, os.O_RDONLY)
     try:
         *_, pid, started = _read_header(fd, path)
     finally:

@@ -17,6 +17,7 @@ import zmq
 from kvatlas.schemas.errors import EndpointUnusable
 from kvatlas.worker_hooks.captures import QUIET_SECONDS, Frame
 from kvatlas.worker_hooks.process import STOP_SIGNALS
+from kvatlas.worker_hooks.zmq_binding import bind
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 100
@@ -98,7 +99,7 @@ def _listen(live: "zmq.Socket[bytes]", options: RecordOptions) -> None:
     live.subscribe(b"")
     try:
         if options.binds:
-            live.bind(options.endpoint)
+            bind(live, options.endpoint)
         else:
             live.connect(options.endpoint)
     except zmq.ZMQError as error:

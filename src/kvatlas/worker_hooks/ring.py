@@ -29,13 +29,25 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
+import stat
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from kvatlas.schemas.errors import RingUnusable
+from kvatlas.own_files import (
+    FILE_MODE,
+    create_file,
+    foreignness,
+    has_own,
+    is_from_a_trusted_user,
+    open_file,
+    shortage,
+    take_room,
+)
+from kvatlas.schemas.errors import ForeignFile, RingUnusable
 
 DEFAULT_CAPACITY_BYTES = 16 * 1024 * 1024
 _MAGIC = int.from_bytes(b"kvring01", "little")
@@ -43,6 +55,7 @@ _DATA = 4096
 _LISTS = 2
 _HEAD, _DROPPED = 8, 9
 _TAIL, _TOLD, _WANTED, _ASLEEP = 16, 17, 18, 19
+_CHANGE = "name another path for the ring"
 _LOSS_BIT = 1 << 31
 _WRAP = 2**32 - 1
 _U32 = 2**32 - 1
@@ -64,10 +77,22 @@ def wake_path(path: Path) -> Path:
 
 
 def _make_pipe(path: Path) -> int:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        if problem := foreignness(path.lstat(), stat.S_ISFIFO):
+            raise ForeignFile(path, "nothing or a pipe", problem, _CHANGE)
+        path.unlink()
+    os.mkfifo(path, FILE_MODE)
     # for writing as well, so that it stays open whoever comes and goes
-    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    return open_file(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+def _open_pipe(path: Path) -> int:
+    """Return the writing end of a reader's pipe; raises OSError where there is no other end."""
+    pipe = open_file(path, os.O_WRONLY | os.O_NONBLOCK)
+    if not stat.S_ISFIFO(os.fstat(pipe).st_mode):
+        os.close(pipe)
+        raise OSError(f"{path} is no pipe")
+    return pipe
 
 
 def _check(payload: bytes, position: int) -> int:
@@ -85,10 +110,13 @@ class _Ring:
         self.path = path
         with contextlib.ExitStack() as on_error:
             try:
-                self._file = on_error.enter_context(path.open("r+b"))
+                self._file = on_error.enter_context(open(open_file(path, os.O_RDWR), "r+b"))
+                if not is_from_a_trusted_user(os.fstat(self._file.fileno())):
+                    raise RingUnusable(path, "it is of another user")
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, lock)
                 header = struct.unpack("=2Q", self._file.read(16))
-                if header[0] != _MAGIC or path.stat().st_size != _DATA + header[1]:
+                size = os.fstat(self._file.fileno()).st_size
+                if header[0] != _MAGIC or size != _DATA + header[1]:
                     raise RingUnusable(path, "no ring of this version")
                 self._map = mmap.mmap(self._file.fileno(), 0)
             except (OSError, ValueError, struct.error) as error:
@@ -132,17 +160,23 @@ class RingWriter(_Ring):
         """Put a fresh ring at `path`, replacing one that lies there; open its writing end.
 
         `lists` promises that the writer appends all that it holds whenever the reader wants it.
+        Raises RingUnusable, also where there is no room; ForeignFile where no ring lies there.
         """
         if capacity_bytes < 4096 or capacity_bytes & capacity_bytes - 1:
             raise RingUnusable(path, f"{capacity_bytes} bytes, expected a power of two from 4096")
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        with fresh.open("w+b") as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk shows here and not as SIGBUS later
-                os.posix_fallocate(file.fileno(), 0, _DATA + capacity_bytes)
-            else:
-                file.truncate(_DATA + capacity_bytes)
-            file.write(struct.pack("=3Q", _MAGIC, capacity_bytes, lists))
-        fresh.rename(path)
+        num_bytes = _DATA + capacity_bytes
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        try:
+            has_own(path, (struct.pack("=Q", _MAGIC),), "a ring", _CHANGE)
+            with open(create_file(fresh), "r+b", buffering=0) as file:
+                take_room(file.fileno(), num_bytes)
+                file.write(struct.pack("=3Q", _MAGIC, capacity_bytes, lists))
+            fresh.rename(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            problem = f"cannot be made ({error.strerror or error})"
+            raise RingUnusable(path, f"{problem}: {shortage(path, num_bytes)}") from error
         return cls(path)
 
     def __init__(self, path: Path) -> None:
@@ -201,7 +235,7 @@ class RingWriter(_Ring):
     def _wake(self) -> None:
         try:
             if self._pipe < 0:
-                self._pipe = os.open(wake_path(self.path), os.O_WRONLY | os.O_NONBLOCK)
+                self._pipe = _open_pipe(wake_path(self.path))
             os.write(self._pipe, b"1")
         except OSError:  # full, so it wakes anyway; or without a reader, which then only sleeps
             self._close_pipe()
@@ -238,6 +272,9 @@ class RingReader(_Ring):
         except OSError as error:
             self.close()
             raise RingUnusable(path, f"no pipe beside it: {error}") from error
+        except ForeignFile:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._pipe >= 0:

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvatlas.schemas.errors import EndpointUnusable
+from kvatlas.schemas.errors import EndpointUnusable, ForeignFile
 from kvatlas.worker_hooks.bridge.stimuli import (
     AskReplay,
     Connected,
@@ -29,6 +29,7 @@ from kvatlas.worker_hooks.bridge.stimuli import (
     ReplayFailed,
     Stimulus,
 )
+from kvatlas.worker_hooks.zmq_binding import bind
 
 #: batches read and not yet handled; with more, the sockets' own bounds count, and then the engine's
 MAX_QUEUED = 256
@@ -49,7 +50,8 @@ _logger = logging.getLogger(__name__)
 class ZmqSource:
     """One rank's sockets, open inside `async with`. `next` gives what happens, in order.
 
-    Entering raises EndpointUnusable. Nobody else may call `ask` and `next` meanwhile.
+    Entering raises EndpointUnusable, and ForeignFile where a path to be bound is taken. Nobody else
+    may call `ask` and `next` meanwhile.
     """
 
     def __init__(
@@ -79,6 +81,9 @@ class ZmqSource:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise EndpointUnusable(self._endpoint, str(error)) from error
+        except ForeignFile:
+            self._context.destroy(linger=0)
+            raise
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch_connections()),
@@ -124,7 +129,7 @@ class ZmqSource:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         if self._binds:
-            self._live.bind(self._endpoint)
+            bind(self._live, self._endpoint)
         else:
             self._live.connect(self._endpoint)
 
