@@ -2,27 +2,31 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-from kvatlas.events.bus import Bus, StreamSpec
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
+from kvatlas.events.bus import StreamSpec
+from kvatlas.events.embedded import embedded_server
+from kvatlas.events.embedded_keeper import EmbeddedKeeper
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.nats_connection import without_user
 from kvatlas.events.streams import dead_letters_stream, decisions_stream, events_stream
 from kvatlas.runtime_folder import runtime_folder, temporary_folder
-from kvatlas.schemas.errors import BusUnavailable, ServerNotStarted, StreamRefused
+from kvatlas.schemas.backoff import Backoff
+from kvatlas.schemas.conditions import STREAM_NOT_DECLARED, Conditions
+from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.settings import Settings
 
-RETRY_SECONDS = 1.0
-
-_logger = logging.getLogger(__name__)
+#: until a stream that the broker does not make is declared again
+RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
 
 @contextlib.asynccontextmanager
-async def broker_url(settings: Settings) -> AsyncGenerator[str, None]:
-    """Yield the URL of the given broker, or of an embedded one that ends with the block."""
+async def broker_url(settings: Settings, conditions: Conditions) -> AsyncGenerator[str, None]:
+    """Yield the URL of the given broker, or of an embedded one that ends with the block.
+
+    An embedded one is kept of use, and what is wrong with it becomes a condition.
+    """
     if settings.nats.url:
         yield settings.nats.url
         return
@@ -31,24 +35,12 @@ async def broker_url(settings: Settings) -> AsyncGenerator[str, None]:
             runtime_folder(temporary_folder(), "nats")
         )
         async with embedded_server(Path(folder)) as server:
-            watch = asyncio.create_task(_keep_up(server))
+            keeping = asyncio.create_task(EmbeddedKeeper(server, conditions).run())
             try:
                 yield server.url
             finally:
-                watch.cancel()
-                await asyncio.wait((watch,))
-
-
-async def _keep_up(server: EmbeddedServer) -> None:
-    """Start the broker again whenever it ends, which only a crash or a kill does here."""
-    while True:
-        await server.ended()
-        _logger.error("the embedded broker has ended and is started again")
-        try:
-            await server.restart()
-        except ServerNotStarted as error:
-            _logger.error("%s", error)
-            await asyncio.sleep(RETRY_SECONDS)
+                keeping.cancel()
+                await asyncio.wait((keeping,))
 
 
 def shown(url: str) -> str:
@@ -57,10 +49,15 @@ def shown(url: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def bus_of(settings: Settings, url: str) -> AsyncGenerator[NatsBus, None]:
-    """Yield a bus that `connected` connects; it is closed with the block."""
+async def bus_of(
+    settings: Settings, url: str, conditions: Conditions
+) -> AsyncGenerator[NatsBus, None]:
+    """Yield a bus that `connected` connects; it is closed with the block.
+
+    What is wrong with the broker becomes one of the conditions.
+    """
     creds = Path(settings.nats.credentials) if settings.nats.credentials else None
-    bus = NatsBus(url, creds_file=creds, replicas=settings.log.replicas)
+    bus = NatsBus(url, creds_file=creds, replicas=settings.log.replicas, conditions=conditions)
     try:
         yield bus
     finally:
@@ -69,7 +66,7 @@ async def bus_of(settings: Settings, url: str) -> AsyncGenerator[NatsBus, None]:
 
 @contextlib.asynccontextmanager
 async def connected(bus: NatsBus, settings: Settings) -> AsyncGenerator[None, None]:
-    """Connect, however long the broker takes to come, and keep the streams declared.
+    """Connect, however long the broker takes to come; keep the streams declared.
 
     Raises InvalidSetting for an address or credentials that are wrong, and StreamRefused.
     """
@@ -82,41 +79,69 @@ async def connected(bus: NatsBus, settings: Settings) -> AsyncGenerator[None, No
         log.dead_letters_max_bytes, log.dead_letters_max_age_seconds, log.replicas
     )
     await bus.open()
-    for stream in needed:
-        await _declare(bus, stream)
-    await _declare_if_possible(bus, letters)
-    is_back = asyncio.Event()
-    bus.on_connection(lambda is_connected: is_back.set() if is_connected else None)
-    declaring = asyncio.create_task(_declare_again(bus, (*needed, letters), is_back))
+    streams = _Streams(bus, needed, letters)
+    await streams.declare()
+    keeping = asyncio.create_task(streams.keep())
     try:
         yield
     finally:
-        declaring.cancel()
-        await asyncio.wait((declaring,))
+        keeping.cancel()
+        await asyncio.wait((keeping,))
 
 
-async def _declare(bus: Bus, stream: StreamSpec) -> None:
-    """Declare a stream once the broker can: a cluster that has just started has no leader."""
-    while True:
+class _Streams:
+    """Declares the streams, again after each connect: a broker may come back without its data."""
+
+    def __init__(self, bus: NatsBus, needed: Sequence[StreamSpec], letters: StreamSpec) -> None:
+        self._bus, self._needed, self._letters = bus, needed, letters
+        #: stream -> why it is not declared
+        self._missing: dict[str, str] = {}
+        self._is_back = asyncio.Event()
+        bus.on_connection(lambda is_connected: self._is_back.set() if is_connected else None)
+
+    async def declare(self) -> None:
+        """Declare what is needed, however long that takes; raises StreamRefused.
+
+        What only takes a start of a cluster, or room on the broker's disk, is waited for.
+        """
+        for stream in self._needed:
+            await self._until_declared(stream, is_needed=True)
+        await self._is_declared(self._letters)
+
+    async def keep(self) -> None:
+        """Declare all of them again after each connect, and what is missing now and then."""
+        while True:
+            if not self._missing:
+                await self._is_back.wait()
+            self._is_back.clear()
+            for stream in (*self._needed, self._letters):
+                await self._until_declared(stream, is_needed=False)
+
+    async def _until_declared(self, stream: StreamSpec, *, is_needed: bool) -> None:
+        pauses = Backoff(RETRY_SECONDS, LAST_RETRY_SECONDS)
+        while not await self._is_declared(stream, is_needed=is_needed):
+            try:
+                async with asyncio.timeout(pauses.next_seconds()):
+                    await self._is_back.wait()
+                    self._is_back.clear()
+            except TimeoutError:
+                pass
+
+    async def _is_declared(self, stream: StreamSpec, *, is_needed: bool = False) -> bool:
         try:
-            await bus.declare_stream(stream)
-            return
+            await self._bus.declare_stream(stream)
         except BusUnavailable as error:
-            _logger.warning("stream %s: %s; retrying", stream.name, error)
-            await asyncio.sleep(RETRY_SECONDS)
-
-
-async def _declare_if_possible(bus: Bus, stream: StreamSpec) -> None:
-    try:
-        await bus.declare_stream(stream)
-    except (BusUnavailable, StreamRefused) as error:
-        _logger.error("stream %s: %s", stream.name, error)
-
-
-async def _declare_again(bus: Bus, streams: Sequence[StreamSpec], is_back: asyncio.Event) -> None:
-    """Declare the streams on each connect: a broker may come back without its data."""
-    while True:
-        await is_back.wait()
-        is_back.clear()
-        for stream in streams:
-            await _declare_if_possible(bus, stream)
+            self._missing[stream.name] = str(error)
+        except StreamRefused as error:
+            if is_needed:
+                raise
+            self._missing[stream.name] = str(error)
+        else:
+            self._missing.pop(stream.name, None)
+        if not self._missing:
+            self._bus.conditions.end(STREAM_NOT_DECLARED)
+        elif self._bus.connected:  # else another condition says why
+            reasons = "; ".join(self._missing.values())
+            is_blocking = any(each.name in self._missing for each in self._needed)
+            self._bus.conditions.begin(STREAM_NOT_DECLARED, reasons, is_blocking=is_blocking)
+        return stream.name not in self._missing

@@ -162,7 +162,11 @@ def for_serving(settings: Settings, num_routers: int = 0) -> Settings:
 
 def _check_credentials(settings: Settings) -> None:
     if settings.nats.credentials:
-        check_file("--creds", Path(settings.nats.credentials))
+        file = Path(settings.nats.credentials)
+        check_file("--creds", file)
+        from kvatlas.events.nats_credentials import login_of  # not for commands without a broker
+
+        login_of(file)
 
 
 def check_file(flag: str, file: Path) -> None:

@@ -74,8 +74,8 @@ async def serve_all(
         face = await it.show(_face(it, settings, port, is_port_shared))
         if num_routers or not at.is_port_shared:  # where others share it, they answer meanwhile
             await face.show()
-        nats_url = await enter(broker_url(settings))
-        bus = await enter(bus_of(settings, nats_url))
+        nats_url = await enter(broker_url(settings, it.conditions))
+        bus = await enter(bus_of(settings, nats_url, it.conditions))
         await _connect(it, bus, settings)
         await enter(_archive(settings, bus, it.stopped))
         service = await enter(_index(settings, bus, it.stopped, folder))
@@ -111,7 +111,7 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
         face = await it.show(_face(it, settings, at.port, at.is_port_shared))
         # whoever shares a port has one more, or nobody could ask for its metrics
         own = await it.show(_face(it, settings, 0))
-        bus = await enter(bus_of(settings, settings.nats.url))
+        bus = await enter(bus_of(settings, settings.nats.url, it.conditions))
         if settings.indexer.shared_folder:
             await _warm()
             reader = SharedIndexReader(Path(settings.indexer.shared_folder))
@@ -144,7 +144,7 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
         waiting = Face(it.wait, settings.router, settings.router.port, decides=False)
         face = await it.show(waiting)
         await face.show()
-        bus = await it.parts.enter_async_context(bus_of(settings, settings.nats.url))
+        bus = await it.parts.enter_async_context(bus_of(settings, settings.nats.url, it.conditions))
         it.announcement.soon(it.wait, indexer=face.url, nats=shown(settings.nats.url))
         await _connect(it, bus, settings)
         folder = _shared_folder(settings)
@@ -158,7 +158,7 @@ async def serve_archive(settings: Settings, as_json: bool) -> None:
     """Write the streams of an existing broker into the archive until SIGTERM or SIGINT."""
     async with (
         role(as_json) as it,
-        bus_of(settings, settings.nats.url) as bus,
+        bus_of(settings, settings.nats.url, it.conditions) as bus,
         connected(bus, settings),
         _archive(settings, bus, it.stopped),
     ):

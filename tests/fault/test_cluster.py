@@ -8,10 +8,9 @@ KVATLAS_SLOW=1 only.
 import asyncio
 import os
 import random
-import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -41,6 +40,7 @@ from kvatlas.schemas.kv_events import KvEvent, NamespaceSeen
 from testkit.builders import MODEL, ROOT, a_batch, digest, removed, stored, subject_of, up
 from testkit.cluster import WAIT_SECONDS, Cluster, Node, nats_cluster
 from testkit.cluster_traffic import Reader, Writer, asking, report, running
+from testkit.disks import small_disk
 from testkit.fold import Fold
 from testkit.waiting import until
 
@@ -307,19 +307,6 @@ async def test_only_the_dead_are_declared_dead_when_nobody_can_renew_a_lease_for
                 assert sorted(service.state.fleet.alive()) == [(one, EPOCH) for one in living]
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """Mount a disk of DISK_MB; skip the test where that is not allowed."""
-    folder.mkdir(parents=True)
-    size = ("-o", f"size={DISK_MB}m")
-    if subprocess.run(("mount", "-t", "tmpfs", *size, "tmpfs", folder), check=False).returncode:
-        pytest.skip("only root may mount a small disk")
-    try:
-        yield
-    finally:
-        subprocess.run(("umount", "--lazy", folder), check=True)
-
-
 @pytest.fixture
 async def scarce(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     """A cluster whose first node has little room: a full disk, or a limit of its configuration.
@@ -332,7 +319,7 @@ async def scarce(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
             if number:
                 return ""
             if request.param == "disk":
-                disks.enter_context(small_disk(folder / "streams"))
+                disks.enter_context(small_disk(folder / "streams", DISK_MB))
             room = 1024 if request.param == "disk" else DISK_MB
             return f'jetstream {{ store_dir: "{folder}/streams", max_file_store: {room}MB }}\n'
 

@@ -168,6 +168,62 @@ async def test_what_no_waiting_would_mend_ends_a_router_at_once(broker: Embedded
         assert "Traceback" not in ended.err
 
 
+async def test_a_broker_that_can_never_store_the_log_is_told_once_with_the_setting(
+    broker: EmbeddedServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    streams = json.dumps(str(broker.streams_folder))
+    broker.settings = f"jetstream {{ store_dir: {streams}, max_file_store: 50MB }}"
+    await broker.restart()
+    port = kept_port()
+    arguments = ["--nats", broker.url, "--port", str(port), "--json"]
+    async with started("router", *arguments), one_connection() as session:
+        await until_it_listens(port)
+        router = Asker(session, f"http://127.0.0.1:{port}")
+        answer = await router.until("/readyz", 503, b"insufficient storage")
+        assert "lower log.max_bytes" in answer.json["detail"]
+        measured = (await router.get("/metrics")).body
+        assert b'kv_condition{condition="stream_not_declared"} 1.0' in measured
+        broker.settings = ""
+        await broker.restart()
+        await router.until("/readyz", 200)
+    log = capfd.readouterr().err
+    assert log.count("stream_not_declared: declare KV_EVENTS: ") == 1
+    assert log.count("stream_not_declared is over") == 1
+
+
+async def test_an_account_without_jetstream_is_told_with_what_to_change(
+    broker: EmbeddedServer,
+) -> None:
+    broker.settings = "accounts { A: { users: [ { user: a, password: b } ] } }\nno_auth_user: a"
+    await broker.restart()
+    port = kept_port()
+    async with (
+        started("router", "--nats", broker.url, "--port", str(port), "--json"),
+        one_connection() as session,
+    ):
+        await until_it_listens(port)
+        router = Asker(session, f"http://127.0.0.1:{port}")
+        answer = await router.until("/readyz", 503, b"JetStream not enabled for account")
+        assert "enable JetStream for the account" in answer.json["detail"]
+
+
+@pytest.mark.parametrize("command", ["router", "archive", "worker", "sidecar", "dead-letters"])
+async def test_a_file_that_proves_no_user_ends_a_command_with_its_name(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "creds").write_text("no credentials")
+    more = {
+        "archive": ["--archive", f"sqlite:///{tmp_path}/db"],
+        "worker": ["--name", "w1"],
+        "sidecar": ["--worker", "w", "--model", "m", "--ring", "r", "--socket", "s"],
+    }
+    arguments = ["--nats", "nats://127.0.0.1:1", "--creds", f"{tmp_path}/creds"]
+    ended = await run_command(command, *arguments, *more.get(command, []))
+    assert (ended.status, ended.out) == (1, "")
+    (line,) = ended.err.splitlines()
+    assert line.startswith(f"kvatlas: nats.credentials (--creds) {tmp_path}/creds: expected")
+
+
 async def test_a_router_that_waits_ends_with_its_parent(broker: EmbeddedServer) -> None:
     parent = await asyncio.create_subprocess_exec("sleep", "600")
     try:

@@ -1,9 +1,10 @@
 """What only NATS does: connecting, permissions, refusals, and buckets that others can read."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -147,11 +148,40 @@ async def test_a_key_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         await NatsBus.connect("nats://127.0.0.1:1", creds_file=tmp_path / "none.creds")
 
 
-@pytest.mark.skipif(find_spec("nkeys") is not None, reason="is about its absence")
-async def test_the_package_that_keys_need_is_told(tmp_path: Path) -> None:
-    (tmp_path / "seed.nk").write_text("SU...")
-    with pytest.raises(InvalidSetting, match=r"pip install 'nats-py\[nkeys\]'"):
-        await NatsBus.connect("nats://127.0.0.1:1", nkey_file=tmp_path / "seed.nk")
+@pytest.mark.parametrize("option", ["creds_file", "nkey_file"])
+async def test_the_seed_of_an_nkey_lets_a_user_in_and_another_one_does_not(
+    tmp_path: Path, option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    nkeys: Any = pytest.importorskip("nkeys")
+    public: list[str] = []
+    for name in ("one", "other"):
+        seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+        (tmp_path / name).write_bytes(bytes(seed))
+        public.append(nkeys.from_seed(bytearray(seed)).public_key.decode())
+    allowed = f"authorization {{ users: [ {{ nkey: {public[0]} }} ] }}"
+
+    def bus_with(file: Path) -> NatsBus:
+        if option == "creds_file":
+            return NatsBus(broker.url, creds_file=file)
+        return NatsBus(broker.url, nkey_file=file)
+
+    async with embedded_server(tmp_path / "nats", settings=allowed) as broker:
+        async with bus_with(tmp_path / "one") as bus:
+            await bus.declare_stream(a_stream())
+            # the file says another user by the time of the next connect, then the first again
+            (tmp_path / "kept").write_bytes((tmp_path / "one").read_bytes())
+            (tmp_path / "one").write_bytes((tmp_path / "other").read_bytes())
+            await broker.restart()
+            await until(lambda: "look at nats.credentials" in str(bus.conditions.reasons))
+            assert str(tmp_path / "one") in bus.conditions.reasons["broker_away"]
+            (tmp_path / "one").write_text("")
+            await until(lambda: "expected a credentials file" in str(bus.conditions.reasons))
+            (tmp_path / "one").write_bytes((tmp_path / "kept").read_bytes())
+            await until(lambda: bus.connected)
+            assert bus.conditions.present == ()
+        with pytest.raises(InvalidSetting, match=f"it refuses them of {tmp_path / 'other'}"):
+            await bus_with(tmp_path / "other").open()
+    assert caplog.text.count("look at nats.credentials") <= 3
 
 
 async def test_a_denied_subject_is_refused_and_holds_up_no_other(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvatlas.own_files import (
@@ -37,6 +38,8 @@ from kvatlas.schemas.errors import ForeignFile, ServerNotStarted
 #: a machine that is busy with other things takes seconds for it
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
+#: a busy broker answers its health check later than this, and a stopped one never
+HEALTH_SECONDS = 2.0
 POLL_SECONDS = 0.005
 #: of disk that an empty store takes
 LEAST_BYTES = 64 * 1024
@@ -47,6 +50,10 @@ _MARK = b"# written by kvatlas at each start\n"
 _BEGINNINGS = (_MARK, b'listen: "127.0.0.1:')
 _CHANGE = "give another --data (nats.folder)"
 _PORTS = re.compile(r"nats-server_(\d+)\.ports")
+#: of the disk may be streams. Left alone the server takes as much of what is free when it starts:
+#: one that is started on a full disk would store nothing before its next start
+DISK_SHARE = 0.75
+
 #: {folder} and {streams} are quoted
 _CONFIG = """\
 listen: "127.0.0.1:{port}"
@@ -55,7 +62,7 @@ ports_file_dir: {folder}
 max_payload: 8MB
 logfile_size_limit: 16MB
 logfile_max_num: 2
-jetstream {{ store_dir: {streams} }}
+jetstream {{ store_dir: {streams}, max_file_store: {max_bytes} }}
 """
 
 
@@ -70,6 +77,8 @@ class EmbeddedServer:
         self._process: Process | None = None
         #: address for clients; the same after a restart
         self.url = ""
+        #: address for health checks; another one after a restart
+        self._monitor = ("", 0)
 
     @property
     def pid(self) -> int | None:
@@ -122,24 +131,28 @@ class EmbeddedServer:
         config = self._folder / "nats.conf"
         has_run_before = has_own(config, _BEGINNINGS, "a configuration of kvatlas'", _CHANGE)
         if not has_run_before:
-            for path in (self._log, self._folder / "streams"):
+            for path in (self._log, self.streams_folder):
                 if os.path.lexists(path):
                     found = f"{path.name} without a configuration of kvatlas'"
                     raise ForeignFile(self._folder, "no store of another server", found, _CHANGE)
             if free_bytes(self._folder) < LEAST_BYTES:  # the server would say nothing of it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with open(open_file(config, os.O_WRONLY | os.O_CREAT), "wb") as opened:
+        with open(open_file(config, os.O_RDWR | os.O_CREAT), "r+b") as opened:
             os.fchmod(opened.fileno(), FILE_MODE)  # it may have passwords
-            opened.truncate(0)
-            opened.write(self._config())
+            wanted = self._config()
+            if opened.read() != wanted:  # else it stays: a full disk would take no other one
+                opened.seek(0)
+                opened.truncate()
+                opened.write(wanted)
         if has_run_before:
             for path in self._folder.iterdir():
                 _remove_if_stale(path)
         return config
 
     def _config(self) -> bytes:
-        folder, streams = json.dumps(str(self._folder)), json.dumps(str(self._folder / "streams"))
-        ours = _CONFIG.format(port=self._port, folder=folder, streams=streams)
+        folder, streams = json.dumps(str(self._folder)), json.dumps(str(self.streams_folder))
+        max_bytes = int(DISK_SHARE * shutil.disk_usage(self._folder).total)
+        ours = _CONFIG.format(port=self._port, folder=folder, streams=streams, max_bytes=max_bytes)
         return _MARK + f"{ours}{self.settings}\n".encode()
 
     def _opened_log(self) -> int:
@@ -174,6 +187,18 @@ class EmbeddedServer:
         await self.start()
 
     @property
+    def streams_folder(self) -> Path:
+        """Where its streams are."""
+        return self._folder / "streams"
+
+    async def problem(self) -> str | None:
+        """Return what is wrong by its own account, empty when it is healthy; None: no answer."""
+        answer = await _ask(*self._monitor, "/healthz")
+        if answer is None or answer.get("status") == "ok":
+            return None if answer is None else ""
+        return str(answer.get("error") or answer.get("status"))
+
+    @property
     def _log(self) -> Path:
         return self._folder / "nats.log"
 
@@ -198,7 +223,9 @@ class EmbeddedServer:
         self.url = str(ports["nats"][0])
         self._port = urlsplit(self.url).port or self._port
         monitor = urlsplit(ports["monitoring"][0])
-        return await _is_healthy(monitor.hostname or "", monitor.port or 0)
+        self._monitor = (monitor.hostname or "", monitor.port or 0)
+        answer = await _ask(*self._monitor, "/healthz?js-enabled-only=true")
+        return answer is not None and answer.get("status") == "ok"
 
 
 @asynccontextmanager
@@ -266,18 +293,18 @@ def _dies_with_us() -> Callable[[], None] | None:
     return ask_for_signal
 
 
-async def _is_healthy(host: str, port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    try:
-        writer.write(b"GET /healthz?js-enabled-only=true HTTP/1.0\r\n\r\n")
-        answer = await reader.read()
-        return b'"status":"ok"' in answer.replace(b" ", b"")
-    except OSError:
-        return False
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+async def _ask(host: str, port: int, path: str) -> dict[str, Any] | None:
+    """Return what the server's monitor says; None where it says nothing of use in time."""
+    with suppress(OSError, TimeoutError, ValueError):
+        async with asyncio.timeout(HEALTH_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+                body = (await reader.read()).partition(b"\r\n\r\n")[2]
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+        found: dict[str, Any] = json.loads(body)
+        return found
+    return None

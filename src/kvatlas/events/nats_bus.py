@@ -30,10 +30,18 @@ from kvatlas.events.nats_follow import NatsFollower
 from kvatlas.events.nats_keys import NatsKeyValue
 from kvatlas.events.nats_listening import NatsListener
 from kvatlas.events.nats_objects import NatsObjects
-from kvatlas.events.nats_publisher import ACK_SECONDS, MAX_UNACKED, MAX_UNACKED_BYTES, NatsPublisher
+from kvatlas.events.nats_publisher import (
+    ACK_SECONDS,
+    MAX_UNACKED,
+    MAX_UNACKED_BYTES,
+    NatsPublisher,
+    Unstored,
+)
 from kvatlas.events.nats_quorum import patient_info
 from kvatlas.events.nats_read import read_range
 from kvatlas.events.nats_service import ERROR_HEADER, NatsService
+from kvatlas.events.store_watch import watch_stores
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import BusUnavailable, NoResponder, RequestFailed
 
 #: version of the broker that has fast ingest, ADR-0007
@@ -54,8 +62,10 @@ class NatsBus:
 
     `servers` is one address or several of one cluster (`nats://host:port`, comma-separated or a
     list). A node that does not answer for 10 s is left for another one that is known, given here
-    or announced by the cluster (ADR-0014). A user is proven by a file of credentials (JWT and
-    seed) or a file with an nkey's seed. `replicas` is for buckets that this bus has to create.
+    or announced by the cluster (ADR-0014). A user is proven by a file, of credentials (JWT and
+    seed) or with the seed of an nkey, which is read at each connect. `replicas` is for buckets that
+    this bus has to create. What it finds wrong with the broker begins and ends `conditions`, by
+    default some of its own that are logged.
 
     What a user must be allowed to publish, S being a stream and B a bucket; to its own inbox
     (`_INBOX.>`) and the subjects that it serves it must be allowed to subscribe:
@@ -82,6 +92,7 @@ class NatsBus:
         nkey_file: Path | None = None,
         tls: ssl.SSLContext | None = None,
         replicas: int = 1,
+        conditions: Conditions | None = None,
         max_unacked: int = MAX_UNACKED,
         max_unacked_bytes: int = MAX_UNACKED_BYTES,
         ack_seconds: float = ACK_SECONDS,
@@ -95,6 +106,7 @@ class NatsBus:
             creds_file=creds_file,
             nkey_file=nkey_file,
             tls=tls,
+            conditions=conditions,
         )
         self._wait_seconds = wait_seconds
         self._replicas = replicas
@@ -103,6 +115,7 @@ class NatsBus:
         self._busy_messages = busy_messages
         self._pending_messages, self._pending_bytes = pending_messages, pending_bytes
         self._is_open = self._is_closed = False
+        self._watch: asyncio.Task[None] | None = None
         #: all that was handed out; closed with the bus, last first
         self._parts: list[_Part] = []
 
@@ -139,10 +152,15 @@ class NatsBus:
         if not self._is_open:
             await self._connection.open(self._wait_seconds)
             self._is_open = True
+            watching = watch_stores(self.unstored, self.conditions)
+            self._watch = asyncio.create_task(watching)
 
     async def close(self) -> None:
         """End all that this bus handed out, then the connection."""
         self._is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait((self._watch,))
         while self._parts:
             await self._parts.pop().close()
         await self._connection.close()
@@ -153,6 +171,11 @@ class NatsBus:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    @property
+    def conditions(self) -> Conditions:
+        """What this bus finds wrong with the broker."""
+        return self._connection.conditions
 
     @property
     def where(self) -> str:
@@ -193,6 +216,15 @@ class NatsBus:
         for difference in differences:
             _logger.warning("%s; nothing was changed", difference)
         return differences
+
+    def unstored(self) -> dict[str, Unstored]:
+        """Return the streams of which our publishers see nothing stored, while it answers."""
+        now, found = asyncio.get_running_loop().time(), dict[str, Unstored]()
+        for part in self._parts:
+            if isinstance(part, NatsPublisher) and (unstored := part.unstored(now)) is not None:
+                name = part.stream_name
+                found[name] = max(unstored, found.get(name, unstored))
+        return found
 
     def publisher(self, stream_name: str) -> NatsPublisher:
         publisher = NatsPublisher(

@@ -11,10 +11,10 @@ A node whose JetStream answers nothing any more is left for another one (nats_no
 import asyncio
 import logging
 import random
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import ParseResult, urlsplit
@@ -25,9 +25,17 @@ from nats.aio.subscription import Subscription
 from nats.js.errors import APIError
 
 from kvatlas.events.bus import OnConnection
+from kvatlas.events.nats_credentials import login_of
 from kvatlas.events.nats_errors import DRIVER_ERRORS, translate
 from kvatlas.events.nats_nodes import Patience, Servers, Silences, is_address
 from kvatlas.events.nats_quorum import is_without_leader
+from kvatlas.schemas.conditions import (
+    BROKER_AWAY,
+    PERMISSION_DENIED,
+    Conditions,
+    Problems,
+    log_changes,
+)
 from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, KvatlasError, RequestTimedOut
 
 T = TypeVar("T")
@@ -42,8 +50,14 @@ UNSENT_BYTES = 64 << 20
 #: a lost client tells so, but not before the lost peer has taken what was unsent: look as well
 CHECK_SECONDS = 0.5
 CLOSE_SECONDS = 2.0
+#: until a user that the broker has refused is tried again, with what its file says by then
+REFUSED_SECONDS = 1.0
 #: until a task that has not heard its cancellation is told again
 CANCEL_SECONDS = 0.1
+
+_refusal = re.compile("authorization violation|authentication (expired|revoked)")
+#: what differs in the texts of one denial each time
+_random_names = re.compile(r"(?<=_inbox\.)[\w.*>-]+|(?<=kvatlas-)[0-9a-f]{16}")
 
 _logger = logging.getLogger(__name__)
 
@@ -60,13 +74,19 @@ class NatsConnection:
         nkey_file: Path | None = None,
         tls: ssl.SSLContext | None = None,
         reconnect_seconds: float = 0.2,
+        conditions: Conditions | None = None,
     ) -> None:
         _check_addresses(servers)
-        _check_key_file(creds_file)
-        _check_key_file(nkey_file)
+        #: either kind of file
+        self._login_file = creds_file or nkey_file
+        if self._login_file is not None:
+            login_of(self._login_file)
+        if conditions is None:
+            conditions = Conditions()
+            log_changes(conditions, _logger)
+        self.conditions = conditions
         self._servers = Servers(servers)
         self._name = name
-        self._creds_file, self._nkey_file = creds_file, nkey_file
         self._tls = tls
         self._reconnect_seconds = reconnect_seconds
         self._client: Client | None = None
@@ -80,7 +100,10 @@ class NatsConnection:
         self._on_connection: list[OnConnection] = []
         self._on_refusal: list[Callable[[str], None]] = []
         self._on_drop: list[Callable[[Subscription], None]] = []
-        self._failures = 0
+        self._problems = Problems(conditions, BROKER_AWAY)
+        self._denials = Problems(conditions, PERMISSION_DENIED)
+        #: set when the broker has refused the user: what proves it is read anew
+        self._refused = asyncio.Event()
         self._silences = Silences()
         self._patience = Patience()
         #: how often a broker was reached
@@ -109,7 +132,8 @@ class NatsConnection:
                 await first
         except TimeoutError as error:
             await self.close()
-            text = f"no broker at {self.where} within {wait_seconds} s"
+            why = f": {self._problems}" if str(self._problems) else ""
+            text = f"no broker at {self.where} within {wait_seconds} s{why}"
             raise BusUnavailable(text) from error
         except (asyncio.CancelledError, KvatlasError):
             await self.close()
@@ -245,18 +269,22 @@ class NatsConnection:
                 await asyncio.wait((life,))
             if not life.cancelled() and (error := life.exception()) is not None:
                 # Only what is set wrongly gets here: an address or a file of keys.
+                if not isinstance(error, InvalidSetting):
+                    error = InvalidSetting("servers", self.where, f"cannot connect: {error}")
                 if first.done():
-                    _logger.error("cannot connect", exc_info=error)
+                    self._problems.add(str(error))
                 else:
-                    problem = f"cannot connect: {error}"
-                    first.set_exception(InvalidSetting("servers", self.where, problem))
-            await asyncio.sleep(self._reconnect_seconds * random.uniform(0.5, 1.5))
+                    first.set_exception(error)
+            pause = self._reconnect_seconds
+            if self._refused.is_set():
+                pause = REFUSED_SECONDS
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
     async def _live(self, first: asyncio.Future[None]) -> None:
         client = _Client()
         try:
-            await self._connect(client, first)
-            if self._servers.is_taken(_url_of(client) or "", _node_of(client)):
+            is_connected = await self._connect(client, first)
+            if is_connected and self._servers.is_taken(_url_of(client) or "", _node_of(client)):
                 await self._until_lost(client, first)
         finally:
             self._down(client)
@@ -265,7 +293,11 @@ class NatsConnection:
             await _close(client)
             await self._end_pings()
 
-    async def _connect(self, client: Client, first: asyncio.Future[None]) -> None:
+    async def _connect(self, client: Client, first: asyncio.Future[None]) -> bool:
+        """Return whether there is a connection; without one the user was refused."""
+        self._refused.clear()
+        login = {} if self._login_file is None else login_of(self._login_file)
+
         async def on_error(error: Exception) -> None:
             self._on_error(error, first)
 
@@ -285,16 +317,16 @@ class NatsConnection:
             ping_interval=PING_SECONDS,
             pending_size=UNSENT_BYTES,
             flush_timeout=EXCHANGE_SECONDS,
-            user_credentials=self._creds_file,
-            nkeys_seed=str(self._nkey_file) if self._nkey_file else None,
             tls=self._tls,
+            **login,
         )
-        await _cancellable(connecting)
+        return await _cancellable(connecting, self._refused)
 
     async def _until_lost(self, client: Client, first: asyncio.Future[None]) -> None:
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client, self._gone = client, gone
-        self._failures = 0
+        self._problems.end()
+        self._denials.end()
         self.num_connects += 1
         self.max_payload = client.max_payload
         self._silences.forget()
@@ -318,7 +350,8 @@ class NatsConnection:
         if self._closed:
             self._up.set()
         else:
-            _logger.warning("the connection to the broker is lost")
+            why = f": {client.last_error}" if client.last_error is not None else ""
+            _logger.warning("the connection to the broker is lost%s", why)
         if not self._gone.done():
             self._gone.set_result(None)
         for callback in tuple(self._on_connection):
@@ -335,32 +368,41 @@ class NatsConnection:
             for on_drop in tuple(self._on_drop):
                 on_drop(error.sub)
         elif "permissions violation" in text:
-            _logger.error("the broker denies a permission: %s", text)
+            denied = _random_names.sub("*", text.removeprefix("nats: "))
+            self._denials.add(f"the broker denies a permission: {denied}")
             for callback in tuple(self._on_refusal):
                 callback(text)
         elif isinstance(error, DRIVER_ERRORS):
-            if "authorization violation" in text and not first.done():
-                first.set_exception(InvalidSetting("credentials", "the broker", "it refuses them"))
-            self._failures += 1
-            level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            retrying = "; retrying" if not first.done() else ""
             problem = str(error) or type(error).__name__
-            if isinstance(error, socket.gaierror):
+            hint = "" if first.done() else ": look at --nats or nats.url; retrying"
+            if _refusal.search(text):
+                file = "" if self._login_file is None else f" of {self._login_file}"
+                if not first.done():
+                    refused = f"it refuses them{file}: {problem}"
+                    first.set_exception(InvalidSetting("credentials", "the broker", refused))
+                hint = f": look at nats.credentials{file}"
+                self._refused.set()
+            elif isinstance(error, socket.gaierror):
                 problem = f"this name cannot be resolved ({problem})"
-            if retrying and self._failures == 1:
-                problem += ": look at --nats or nats.url"
-            _logger.log(level, "broker %s: %s%s", self.where, problem, retrying)
+            self._problems.add(f"broker {self.where}: {problem}{hint}")
         else:
             _logger.error("a callback of the bus failed", exc_info=error)
 
 
-async def _cancellable(connecting: Coroutine[Any, Any, None]) -> None:
-    """Run nats-py's `connect`, which overhears a cancellation just as an attempt fails."""
-    task = asyncio.create_task(connecting)
+async def _cancellable(connecting: Coroutine[Any, Any, None], given_up: asyncio.Event) -> bool:
+    """Run nats-py's `connect`, which overhears a cancellation just as an attempt fails.
+
+    Return whether it has connected before it was given up.
+    """
+    task, giving_up = asyncio.create_task(connecting), asyncio.create_task(given_up.wait())
     try:
-        await asyncio.wait((task,))
+        await asyncio.wait((task, giving_up), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
         task.result()
+        return True
     finally:
+        giving_up.cancel()
         while not task.done():
             task.cancel()
             await asyncio.wait((task,), timeout=CANCEL_SECONDS)
@@ -444,16 +486,6 @@ def _check_addresses(servers: Sequence[str]) -> None:
             forms = "nats://HOST:4222, tls://, ws://, wss:// or HOST:4222"
             problem = f"{without_user(server)!r} is no address of a broker: expected {forms}"
             raise InvalidSetting("nats.url", "", problem)
-
-
-def _check_key_file(key_file: Path | None) -> None:
-    if key_file is None:
-        return
-    if not key_file.is_file():
-        raise InvalidSetting("credentials", str(key_file), "there is no such file")
-    if find_spec("nkeys") is None:
-        need = "needs the package nkeys: pip install 'nats-py[nkeys]'"
-        raise InvalidSetting("credentials", str(key_file), need)
 
 
 class _Client(Client):

@@ -31,6 +31,23 @@ STREAM_NAME_IN_USE = 10058
 #: several replicas of a node that is no cluster's, or not yet
 NOT_CLUSTERED = 10074
 
+#: further codes -> what to change, said behind the broker's own text
+_HINTS = {
+    **dict.fromkeys(
+        (10002, 10023, 10046, 10047),
+        "too little storage: lower log.max_bytes, log.decisions_max_bytes or "
+        "log.dead_letters_max_bytes, or raise max_file_store of the broker or its account",
+    ),
+    **dict.fromkeys(
+        (10039, 10076),
+        "enable JetStream for the account of nats.credentials, or name another broker with --nats",
+    ),
+    10005: "too few nodes: set log.replicas to at most the number of nodes, or wait for them",
+    NOT_CLUSTERED: (
+        "one node keeps one replica: set log.replicas to 1, or name a cluster with --nats"
+    ),
+}
+
 #: codes of the JetStream API below 500 that a later try may survive
 _RETRY_CODES = (408, 429)
 
@@ -121,8 +138,10 @@ def translate(error: BaseException, what: str) -> KvatlasError:
     if isinstance(error, nats.errors.BadSubjectError):
         return InvalidSubject(what)
     text = f"{what}: {str(error) or type(error).__name__}"
-    if isinstance(error, js.APIError) and error.err_code == NOT_CLUSTERED:
-        text += ": one node keeps one replica: set log.replicas to 1, or name a cluster with --nats"
+    if isinstance(error, js.APIError) and error.err_code in _HINTS:
+        text += f": {_HINTS[error.err_code]}"
+    elif isinstance(error, js.ServiceUnavailableError) and not error.err_code:
+        text += ": no JetStream there, or no leader of its cluster yet"
     if isinstance(error, js.APIError) and may_be_retried(error.code or 0):
         return BusUnavailable(text)
     return next(TABLE[base] for base in type(error).__mro__ if base in TABLE)(text)

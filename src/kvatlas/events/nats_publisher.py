@@ -18,6 +18,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import nats.errors
@@ -66,6 +67,20 @@ class PublishAck(msgspec.Struct):
 decode_ack = msgspec.json.Decoder(PublishAck).decode
 
 
+class Unstored(NamedTuple):
+    """For how long nothing that was published has been stored, in s, and the broker's reason."""
+
+    seconds: float
+    reason: str
+
+
+#: what a broker whose disk is full does: nats-server 2.15 logs the reason and answers nothing
+_NO_ACK = (
+    "the broker acknowledges nothing: look at its log, and whether its disk is full; "
+    "restart it when there is room"
+)
+
+
 class NatsPublisher:
     """The `Publisher` of NATS. Runs from `start` until `close`."""
 
@@ -79,7 +94,7 @@ class NatsPublisher:
         busy_messages: int = BUSY_MESSAGES,
     ) -> None:
         self._connection = connection
-        self._stream_name = stream_name
+        self.stream_name = stream_name
         self._max_unacked, self._max_unacked_bytes = max_unacked, max_unacked_bytes
         self._window = Window(ack_seconds)
         self._messages = self._window.messages
@@ -99,6 +114,13 @@ class NatsPublisher:
         self._waiting_for = f"publishing to {stream_name} ({next(_numbers)})"
         #: messages out of the window, whatever became of them, at the last look
         self._num_done = 0
+        #: messages that JetStream has refused for good, now and when one was last stored
+        self._num_rejected = self._num_rejected_before = 0
+        #: messages stored at the last look; since when none was though some were to be
+        self._num_stored = 0
+        self._unstored_since: float | None = None
+        #: why, in the words of the broker; empty when it says nothing
+        self._reason = ""
         self._retry_seconds = FIRST_RETRY_SECONDS
         #: before it what failed is not sent again; None: at once
         self._retry_at: float | None = None
@@ -132,6 +154,12 @@ class NatsPublisher:
     def unacked_bytes(self) -> int:
         """Bytes of their payloads."""
         return self._window.num_bytes
+
+    def unstored(self, now: float) -> Unstored | None:
+        """Return for how long nothing has been stored while the broker was there; None: it is."""
+        if self._unstored_since is None or self._client is None:
+            return None
+        return Unstored(now - self._unstored_since, self._reason or _NO_ACK)
 
     def start(self) -> None:
         """Begin to send what is accepted."""
@@ -248,7 +276,9 @@ class NatsPublisher:
             self._work.set()
 
     def _on_error(self, number: int, error: ApiError) -> None:
+        self._reason = error.description or "no stream stores it: is JetStream enabled there?"
         if not may_be_retried(error.code):
+            self._num_rejected += number in self._messages
             self._refuse(number, error.description)
         elif self._window.fails(number):
             subject = self._messages[number].subject
@@ -268,7 +298,7 @@ class NatsPublisher:
 
     def _refuse(self, number: int, reason: str) -> None:
         if (unacked := self._messages.get(number)) is not None:
-            text = f"{self._stream_name} refuses a message to {unacked.subject}: {reason}"
+            text = f"{self.stream_name} refuses a message to {unacked.subject}: {reason}"
             self._refused.setdefault(unacked.subject, StreamRefused(text))
             self._forget(number)
 
@@ -287,6 +317,7 @@ class NatsPublisher:
 
     def _on_connection(self, _is_connected: bool) -> None:
         self._client = None
+        self._unstored_since = None
         self._ingest.forget()
         self._work.set()
 
@@ -341,6 +372,7 @@ class NatsPublisher:
             if self._batches.is_late():
                 self._batches.leave("answers are late")
         self._note_silence(now)
+        self._note_stored(now)
 
     def _note_silence(self, now: float) -> None:
         """Tell the connection whether its node is of any use."""
@@ -351,6 +383,19 @@ class NatsPublisher:
             self._connection.answered(self._waiting_for)
         else:
             self._connection.unanswered(self._waiting_for, now - window.look_seconds)
+
+    def _note_stored(self, now: float) -> None:
+        """Keep since when nothing is stored, a refusal included: it may be that of all messages."""
+        window = self._window
+        num_stored = window.last_number - len(self._messages) - self._num_rejected
+        if num_stored != self._num_stored:
+            self._num_stored, self._unstored_since, self._reason = num_stored, None, ""
+            self._num_rejected_before = self._num_rejected
+        elif window.oldest_look is not None or self._num_rejected != self._num_rejected_before:
+            if self._unstored_since is None:
+                self._unstored_since = now - window.look_seconds
+        else:
+            self._unstored_since = None
 
     async def _begin(self, client: Client) -> None:
         inbox = client.new_inbox()
@@ -396,8 +441,8 @@ class NatsPublisher:
         """Refuse what the stream does not store: nobody answers it, however often it is sent."""
         try:
             info = await self._connection.call(
-                f"look at {self._stream_name}",
-                lambda client: info_of_leader(client, self._stream_name),
+                f"look at {self.stream_name}",
+                lambda client: info_of_leader(client, self.stream_name),
                 LAST_RETRY_SECONDS,
             )
         except StreamRefused:

@@ -62,6 +62,8 @@ class Conditions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._present: dict[str, Condition] = {}
+        #: name -> source -> reason, is_blocking
+        self._findings: dict[str, dict[str, tuple[str, bool]]] = {}
         #: all names that ever began, in that order
         self._known: dict[str, None] = {}
         self._listeners: list[OnChange] = []
@@ -70,9 +72,32 @@ class Conditions:
         """Call back when a condition begins, has another reason, or is over."""
         self._listeners.append(listener)
 
-    def begin(self, name: str, reason: str, *, is_blocking: bool = False) -> bool:
-        """Note that a condition is present; return whether that, or its reason, is news."""
-        was = self._present.get(name)
+    def begin(self, name: str, reason: str, *, source: str = "", is_blocking: bool = False) -> bool:
+        """Note that a condition is present; return whether that, or its reason, is news.
+
+        Parts that may find the same thing each name themselves as its `source`, and it is over
+        when it is over for each of them.
+        """
+        self._findings.setdefault(name, {})[source] = (reason, is_blocking)
+        return self._settle(name)
+
+    def end(self, name: str, *, source: str = "") -> bool:
+        """Note that a condition is over, for this source; return whether that is news."""
+        findings = self._findings.get(name)
+        if findings is None or findings.pop(source, None) is None:
+            return False
+        return self._settle(name)
+
+    def _settle(self, name: str) -> bool:
+        was, findings = self._present.get(name), self._findings[name]
+        if not findings:
+            del self._findings[name]
+            if was is not None:
+                del self._present[name]
+                self._publish(was, is_over=True)
+            return was is not None
+        reason = "; ".join(dict.fromkeys(reason for reason, _ in findings.values()))
+        is_blocking = any(is_blocking for _, is_blocking in findings.values())
         if was is not None and (was.reason, was.is_blocking) == (reason, is_blocking):
             return False
         since = self._clock() if was is None else was.since
@@ -80,13 +105,6 @@ class Conditions:
         self._known[name] = None
         self._publish(found, is_over=False)
         return True
-
-    def end(self, name: str) -> bool:
-        """Note that a condition is over; return whether it was present."""
-        was = self._present.pop(name, None)
-        if was is not None:
-            self._publish(was, is_over=True)
-        return was is not None
 
     def get(self, name: str) -> Condition | None:
         """Return a condition that is present."""
@@ -116,6 +134,29 @@ class Conditions:
         seconds = self._clock() - condition.since
         for listener in tuple(self._listeners):
             listener(ConditionChange(condition, is_over, seconds))
+
+
+class Problems:
+    """What goes wrong in one way: the reason of a condition, in which each text stands once."""
+
+    def __init__(self, conditions: Conditions, name: str, limit: int = 4) -> None:
+        """At most `limit` texts are kept, so that what changes without end is not repeated so."""
+        self._conditions, self._name, self._limit = conditions, name, limit
+        self._texts: dict[str, None] = {}
+
+    def __str__(self) -> str:
+        return "; ".join(self._texts)
+
+    def add(self, text: str) -> None:
+        """Note what has gone wrong, maybe again."""
+        if len(self._texts) < self._limit:
+            self._texts[text] = None
+        self._conditions.begin(self._name, str(self))
+
+    def end(self) -> None:
+        """Note that all of it is over."""
+        self._texts.clear()
+        self._conditions.end(self._name)
 
 
 def log_changes(conditions: Conditions, logger: logging.Logger) -> None:

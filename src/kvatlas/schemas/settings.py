@@ -45,7 +45,7 @@ class NatsSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the broker is. An empty `url` starts an embedded one with its streams in `folder`."""
 
     url: str = ""
-    #: credentials file (nkey or JWT) of this role; empty sends none
+    #: file that proves this role, of credentials (JWT and seed) or with an nkey seed; empty: none
     credentials: str = ""
     #: of the embedded broker; empty takes a temporary one that ends with it
     folder: str = ""

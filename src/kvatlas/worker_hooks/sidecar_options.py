@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, field
 
 from kvatlas import __version__
+from kvatlas.events.nats_credentials import login_of
 from kvatlas.events.subjects import lease_subject
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import (
@@ -112,6 +113,8 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
             raise InvalidSetting("num_slots", "sidecar", problem)
         if self.p2p_address and host_and_port(self.p2p_address) is None:
             raise InvalidSetting("p2p_address", "sidecar", "expected host:port")
+        for file in filter(None, (self.creds_file, self.nkey_file)):
+            login_of(Path(file))
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             problem = f"a path of {len(self.socket_path)}, the limit is {MAX_SOCKET_PATH_BYTES}"
             raise InvalidSetting("socket_path", "sidecar", problem)

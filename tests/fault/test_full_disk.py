@@ -1,0 +1,121 @@
+"""Disks that are full and have room again: it is said, and everything goes on by itself."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvatlas.events import store_watch
+from kvatlas.events.embedded import EmbeddedServer, embedded_server
+from kvatlas.events.embedded_keeper import EmbeddedKeeper
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.streams import KV_EVENTS, events_stream
+from kvatlas.schemas.conditions import BROKER_UNHEALTHY, LOG_NOT_STORED, ConditionChange, Conditions
+from testkit.disks import fill, small_disk
+from testkit.waiting import until
+
+DISK_MB = 32
+SUBJECT = "kv.events.model.w1.0"
+STREAM = events_stream(max_bytes=8 << 20)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", DISK_MB) as folder:
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_watch, "NOT_STORED_SECONDS", 0.5)
+
+
+@asynccontextmanager
+async def kept(server: EmbeddedServer, conditions: Conditions) -> AsyncIterator[EmbeddedKeeper]:
+    keeper = EmbeddedKeeper(server, conditions, check_seconds=0.1)
+    task = asyncio.create_task(keeper.run())
+    try:
+        yield keeper
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def test_the_embedded_broker_says_that_its_disk_is_full_and_goes_on_once_there_is_room(
+    disk: Path,
+) -> None:
+    conditions, changes = Conditions(), list[ConditionChange]()
+    conditions.on_change(changes.append)
+    async with (
+        embedded_server(disk / "nats") as server,
+        kept(server, conditions) as keeper,
+        NatsBus(server.url, conditions=conditions) as bus,
+    ):
+        await bus.declare_stream(STREAM)
+        publisher = bus.publisher(KV_EVENTS)
+        for _ in range(10):
+            await publisher.publish(SUBJECT, os.urandom(1 << 15))
+        await publisher.flush()
+        assert conditions.present == ()
+
+        ballast = fill(disk)
+        for _ in range(10):
+            await publisher.publish(SUBJECT, os.urandom(1 << 15))
+        await until(lambda: {BROKER_UNHEALTHY, LOG_NOT_STORED} <= conditions.reasons.keys())
+        assert "no space left on device" in conditions.reasons[BROKER_UNHEALTHY]
+        assert "whether its disk is full" in conditions.reasons[LOG_NOT_STORED]
+        assert publisher.num_unacked
+        assert keeper.num_restarts == 0
+
+        ballast.unlink()
+        await publisher.flush()
+        await until(lambda: not conditions.present)
+        assert keeper.num_restarts == 1
+        assert await bus.last_sequence(KV_EVENTS) >= 20
+        begun = [each.condition.name for each in changes if not each.is_over]
+        assert begun.count(LOG_NOT_STORED) == 1
+
+
+async def test_a_broker_that_dies_while_its_disk_is_full_starts_once_there_is_room(
+    disk: Path,
+) -> None:
+    conditions = Conditions()
+    async with embedded_server(disk / "nats") as server, kept(server, conditions):
+        ballast = fill(disk)
+        await server.kill()
+        await until(lambda: BROKER_UNHEALTHY in conditions.reasons or server.pid is not None)
+        ballast.unlink()
+        async with NatsBus(server.url) as bus:
+            await bus.declare_stream(STREAM)
+        await until(lambda: not conditions.present)
+
+
+async def test_what_no_stream_stores_is_said_until_there_is_one(tmp_path: Path) -> None:
+    async with embedded_server(tmp_path) as server, NatsBus(server.url) as bus:
+        publisher = bus.publisher(KV_EVENTS)
+        await publisher.publish(SUBJECT, b"1")
+        await until(lambda: LOG_NOT_STORED in bus.conditions.reasons)
+        expected = "KV_EVENTS: no stream stores it: is JetStream enabled there?"
+        assert bus.conditions.reasons == {LOG_NOT_STORED: expected}
+        await bus.declare_stream(STREAM)
+        await publisher.flush()
+        await until(lambda: not bus.conditions.present)
+
+
+async def test_a_subject_that_is_stored_shows_nothing_while_another_is_refused(
+    tmp_path: Path,
+) -> None:
+    """A message that is wrong is its sender's trouble, and no trouble of the log."""
+    async with embedded_server(tmp_path) as server, NatsBus(server.url) as bus:
+        await bus.declare_stream(STREAM)
+        publisher, begun = bus.publisher(KV_EVENTS), list[str]()
+        bus.conditions.on_change(lambda change: begun.append(change.condition.name))
+        await publisher.publish("kv.other.x", b"1")
+        for _ in range(20):
+            await publisher.publish(SUBJECT, b"1")
+            await asyncio.sleep(0.05)
+        assert begun == []
