@@ -5,6 +5,7 @@ followed on the way, so that one that was put there beforehand leads nowhere.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -17,6 +18,8 @@ from kvatlas.schemas.errors import FolderUnusable, ForeignFile
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 #: by which a file is known that has no fixed beginning
 _MAX_BEGINNING = 65_536
+#: of what there is not enough of
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 #: from the most telling to the least
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -60,12 +63,17 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def shortage(path: Path, num_bytes: int) -> str:
-    """Return, for a message, what a file system lacks, and what to change."""
+def shortage(path: Path, num_bytes: int, error: OSError | None = None) -> str:
+    """Return, for a message, what a file system lacks, and what to change.
+
+    `error` is what an attempt ended with, no room unless it says otherwise.
+    """
     folder = path if path.is_dir() else path.parent
     text = f"{num_bytes} bytes are needed in {folder}"
     with contextlib.suppress(OSError):
         text += f", {free_bytes(folder)} are free"
+    if error is not None and error.errno not in NO_ROOM:
+        return f"{text}: give this user the right to write there"
     if folder.is_relative_to("/dev/shm"):
         return f"{text}: make /dev/shm larger (containers: --shm-size), or ask for less"
     return f"{text}: make room there"

@@ -95,7 +95,9 @@ def _made(parent: Path, prefix: str) -> tuple[Path, int]:
             os.close(lock)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        problem = f"no folder can be made in it ({error.strerror}): {shortage(parent, _PAGE)}"
+        problem = (
+            f"no folder can be made in it ({error.strerror}): {shortage(parent, _PAGE, error)}"
+        )
         raise FolderUnusable(parent, problem) from error
     return folder, lock
 

@@ -1,5 +1,6 @@
 """The archive as a file: what other processes and other versions of us do to it."""
 
+import os
 import sqlite3
 import threading
 from contextlib import closing
@@ -15,7 +16,13 @@ from kvatlas.events import sql_archive
 from kvatlas.events.archive import EventRecord, Hole
 from kvatlas.events.sql_archive import SCHEMA_VERSION, SqlArchive
 from kvatlas.events.streams import KV_EVENTS
-from kvatlas.schemas.errors import ArchiveNewer, ArchiveUnavailable, InvalidSetting
+from kvatlas.schemas.errors import (
+    ArchiveDamaged,
+    ArchiveNewer,
+    ArchiveUnavailable,
+    ForeignFile,
+    InvalidSetting,
+)
 from testkit.builders import a_batch, a_message
 
 
@@ -38,6 +45,53 @@ def test_what_was_written_is_there_after_reopening(file: Path) -> None:
     with open_archive(file, must_exist=True) as archive:
         assert list(archive.read_events(1, 9)) == [an_event(1).message]
         assert archive.cursor(KV_EVENTS) == 3
+
+
+def test_it_is_for_this_user_alone_whatever_the_umask(file: Path) -> None:
+    before = os.umask(0)
+    try:
+        with open_archive(file) as archive:
+            archive.append_events([an_event(1)], [], 1)
+            modes = {path.name: path.stat().st_mode & 0o777 for path in file.parent.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == {name: 0o600 for name in ("archive.db", "archive.db-wal", "archive.db-shm")}
+
+
+@pytest.mark.parametrize("statement", ["CREATE TABLE mine (x)", "CREATE TABLE events (mine)"])
+def test_another_programs_database_stays_to_the_byte(file: Path, statement: str) -> None:
+    with closing(sqlite3.connect(file)) as other, other:
+        other.execute(statement)
+    before = file.read_bytes()
+    with pytest.raises(ArchiveDamaged, match="another program"):
+        open_archive(file)
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_file_that_is_no_database_stays_to_the_byte(file: Path) -> None:
+    file.write_bytes(b"mine " * 1000)
+    with pytest.raises(ArchiveUnavailable, match="not a database"):
+        open_archive(file)
+    assert file.read_bytes() == b"mine " * 1000
+
+
+def test_a_link_that_leads_nowhere_leads_nowhere_afterwards(file: Path) -> None:
+    file.symlink_to(file.with_name("elsewhere"))
+    with pytest.raises(ForeignFile, match="leads nowhere, which is left as it is: give another"):
+        open_archive(file)
+    assert not file.exists()
+
+
+def test_an_archive_may_lie_behind_a_link(file: Path) -> None:
+    with open_archive(file):
+        pass
+    link = file.with_name("link.db")
+    link.symlink_to(file)
+    with open_archive(link) as archive:
+        archive.append_events([an_event(1)], [], 1)
+    with open_archive(file) as archive:
+        assert archive.cursor(KV_EVENTS) == 1
 
 
 def test_a_failed_append_leaves_neither_messages_nor_cursor(file: Path) -> None:
@@ -98,7 +152,7 @@ def test_a_file_that_is_no_database_is_named(file: Path, content: bytes) -> None
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveUnavailable, match="unable to open"):
+    with pytest.raises(ArchiveUnavailable, match=r"nowhere/archive\.db: cannot be made"):
         open_archive(tmp_path / "nowhere" / "archive.db")
 
 

@@ -114,7 +114,8 @@ class EmbeddedServer:
             raise ServerNotStarted(str(error)) from error
         except OSError as error:
             problem = f"its folder cannot be written to ({error.strerror or error})"
-            raise ServerNotStarted(f"{problem}: {shortage(self._folder, LEAST_BYTES)}") from error
+            lacking = shortage(self._folder, LEAST_BYTES, error)
+            raise ServerNotStarted(f"{problem}: {lacking}") from error
         finally:
             os.close(lock)  # from here on the server's copy holds the lock
         try:
@@ -269,7 +270,7 @@ def _locked(path: Path) -> int:
         lock = open_file(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         problem = f"{path} cannot be opened ({error.strerror or error})"
-        raise ServerNotStarted(f"{problem}: {shortage(path, LEAST_BYTES)}") from error
+        raise ServerNotStarted(f"{problem}: {shortage(path, LEAST_BYTES, error)}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

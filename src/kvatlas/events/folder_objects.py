@@ -1,6 +1,7 @@
 """Objects as files of one folder."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -8,15 +9,22 @@ from pathlib import Path
 from secrets import token_hex
 
 from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name
-from kvatlas.schemas.errors import NotFound, Unavailable
+from kvatlas.own_files import FOLDER_MODE, create_file, has_own
+from kvatlas.schemas.errors import ForeignFile, NotFound, Unavailable
 
 CHUNK_BYTES = 1 << 20
 #: of names that are no objects, or not yet
 _UNFINISHED = ".unfinished-"
+#: by which a folder is known that was made here
+_MARK, _MARK_CONTENT = ".kvatlas-objects", b"objects of kvatlas\n"
 
 
 class FolderObjects:
-    """The `ObjectStore` of a folder, which is made at the first `put`."""
+    """The `ObjectStore` of a folder, which is made at the first `put`, for this user alone.
+
+    All files in it are taken for objects, so a folder that has others already is refused: writing
+    and deleting raise ForeignFile for one that is not empty and was not made here.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -25,11 +33,13 @@ class FolderObjects:
         check_name(name)
         unfinished = self._folder / f"{_UNFINISHED}{token_hex(8)}"
         try:
+            await asyncio.to_thread(self._prepare)
             await asyncio.to_thread(self._write, unfinished, self._folder / name, parts)
         except OSError as error:
             raise Unavailable(f"object {name} cannot be written: {error}") from error
         finally:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
     async def get(self, name: str, take: Take) -> None:
         check_name(name)
@@ -52,21 +62,35 @@ class FolderObjects:
     async def delete(self, name: str) -> None:
         check_name(name)
         try:
+            if self._folder.is_dir():
+                self._prepare()
             (self._folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise Unavailable(f"object {name} cannot be deleted: {error}") from error
 
     def _write(self, unfinished: Path, path: Path, parts: Iterable[Buffer]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(f"{_UNFINISHED}*"):
             if left.stat().st_mtime < time.time() - ORPHAN_SECONDS:
                 left.unlink(missing_ok=True)
-        with unfinished.open("xb") as file:
+        with open(create_file(unfinished), "wb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+
+    def _prepare(self) -> None:
+        """Make the folder, or see that it is ours. Raises ForeignFile, OSError."""
+        self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        mark = self._folder / _MARK
+        change = "name a folder for objects alone"
+        if not has_own(mark, (_MARK_CONTENT,), "a mark of kvatlas'", change):
+            others = [path.name for path in self._folder.iterdir() if path.name != _MARK]
+            if others:
+                found = f"{min(others)} and no mark of ours"
+                raise ForeignFile(self._folder, "an empty folder or one of ours", found, change)
+            with contextlib.suppress(FileExistsError), open(create_file(mark), "wb") as file:
+                file.write(_MARK_CONTENT)
 
     def _found(self) -> list[ObjectEntry]:
         if not self._folder.is_dir():

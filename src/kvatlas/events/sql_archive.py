@@ -8,6 +8,7 @@
 Workers' names stand escaped as in subjects, so that any name is a text to any database.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,10 +43,12 @@ from kvatlas.events.sqlite_reading import (
 )
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS
 from kvatlas.events.subjects import escape_token
+from kvatlas.own_files import create_file
 from kvatlas.schemas.errors import (
     ArchiveDamaged,
     ArchiveNewer,
     ArchiveUnavailable,
+    ForeignFile,
     InvalidSetting,
     UnknownDecision,
 )
@@ -115,7 +118,8 @@ class SqlArchive:
     that another program has damaged are noted in `damaged`, and hide no other.
 
     Raises InvalidSetting for a URL that is none, ArchiveNewer for a schema of a later version,
-    ArchiveDamaged for a database without our tables, and ArchiveUnavailable.
+    ArchiveDamaged for a database without our tables, which stays as it is, ForeignFile, and
+    ArchiveUnavailable.
     """
 
     def __init__(self, url: str, *, must_exist: bool = False) -> None:
@@ -127,6 +131,8 @@ class SqlArchive:
         self._file: SqliteReading | None = None
         if must_exist and parsed.get_backend_name() == "sqlite":
             self._file = SqliteReading(Path(parsed.database or ""), self._shown)
+        elif parsed.get_backend_name() == "sqlite" and "uri" not in parsed.query:
+            _make_file(Path(parsed.database or ""))
         self._engine = _engine(parsed, must_exist)
         try:
             with self._translated():
@@ -139,6 +145,10 @@ class SqlArchive:
 
     def _make_tables(self) -> None:
         refuse_foreign_tables(self._engine, self._shown, _tables)
+        if self._engine.dialect.name == "sqlite":
+            with self._engine.connect() as connection:
+                # readers and the writer do not wait for each other
+                connection.exec_driver_sql("PRAGMA journal_mode=WAL")
         with self._engine.begin() as connection:
             _tables.create_all(connection)
             row = self._insert(_about).values(id=1, version=SCHEMA_VERSION)
@@ -340,6 +350,23 @@ def check_archive_url(url: str) -> None:
         raise InvalidSetting("archive.url", "", problem)
 
 
+def _make_file(path: Path) -> None:
+    """Make an empty file where there is none, for this user alone, as what SQLite puts beside it.
+
+    Raises ForeignFile for a link that leads nowhere: a file would come to be elsewhere.
+    """
+    try:
+        os.close(create_file(path))
+    except FileExistsError:
+        if not path.exists():
+            change = "give another --archive (archive.url)"
+            found = "a symbolic link that leads nowhere"
+            raise ForeignFile(path, "nothing or an archive", found, change) from None
+    except OSError as error:
+        problem = f"cannot be made ({error.strerror or error})"
+        raise ArchiveUnavailable(f"archive {path}: {problem}: give another --archive") from error
+
+
 def _engine(url: sa.URL, is_reading: bool) -> sa.Engine:
     if url.get_backend_name() != "sqlite":
         engine = sa.create_engine(url, pool_pre_ping=True)
@@ -350,10 +377,8 @@ def _engine(url: sa.URL, is_reading: bool) -> sa.Engine:
 
     @listens_for(engine, "connect")
     def _prepare(connection: Any, _record: object) -> None:
-        # WAL: readers and the writer do not wait for each other. NORMAL: a power cut may take the
-        # last transactions, cursor included, which are then read again from the stream.
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL"):
-            connection.execute(f"PRAGMA {pragma}").close()
+        # a power cut may take the last transactions, cursor included, which are then read again
+        connection.execute("PRAGMA synchronous=NORMAL").close()
 
     return engine
 

@@ -18,7 +18,6 @@ Numbers are in the machine's byte order: the file never leaves its host.
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -32,6 +31,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from kvatlas.own_files import (
+    NO_ROOM,
     create_file,
     has_own,
     is_from_a_trusted_user,
@@ -175,7 +175,7 @@ def create_pool_file(path: Path, layout: Layout) -> PoolFile:
         fd = create_file(path)
     except OSError as error:
         problem = f"no serve pool can be made in it ({error.strerror or error})"
-        text = f"{problem}: {shortage(path, layout.file_bytes)}"
+        text = f"{problem}: {shortage(path, layout.file_bytes, error)}"
         raise FolderUnusable(path.parent, text) from error
     try:
         _fill(fd, path, layout)
@@ -202,7 +202,7 @@ def _fill(fd: int, path: Path, layout: Layout) -> None:
         os.pwrite(fd, _UNFINISHED, 0)
         take_room(fd, layout.file_bytes)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        if error.errno in NO_ROOM:
             lacking = shortage(path, layout.file_bytes)
             raise PoolTooLarge(path, layout.file_bytes, lacking) from error
         raise

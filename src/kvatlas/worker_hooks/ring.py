@@ -176,7 +176,7 @@ class RingWriter(_Ring):
             with contextlib.suppress(OSError):
                 fresh.unlink()
             problem = f"cannot be made ({error.strerror or error})"
-            raise RingUnusable(path, f"{problem}: {shortage(path, num_bytes)}") from error
+            raise RingUnusable(path, f"{problem}: {shortage(path, num_bytes, error)}") from error
         return cls(path)
 
     def __init__(self, path: Path) -> None:
