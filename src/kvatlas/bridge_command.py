@@ -14,6 +14,7 @@ from kvatlas.command_line import (
     ModelName,
     Nats,
     SetFlags,
+    UnreusableBlocks,
     WorkerName,
     exit_as,
     fingerprint_of,
@@ -21,6 +22,7 @@ from kvatlas.command_line import (
     with_broker,
 )
 from kvatlas.commands import app
+from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
 from kvatlas.schemas.ids import MAX_RANK
 from kvatlas.worker_hooks.log_lines import write_log_lines
 
@@ -46,6 +48,15 @@ def bridge(
     block_tokens: Annotated[
         int, typer.Option(min=0, max=65_536, help="Tokens of a block; 0: learn it.")
     ] = 0,
+    lookahead_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_LOOKAHEAD_TOKENS,
+            help="Tokens behind a block that its hash covers; none: learn it.",
+        ),
+    ] = None,
+    unreusable_blocks: UnreusableBlocks = 0,
     binds: Annotated[
         bool,
         typer.Option(
@@ -94,6 +105,8 @@ def bridge(
         rank=rank,
         num_ranks=ranks,
         block_tokens=block_tokens,
+        lookahead_tokens=lookahead_tokens,
+        unreusable_blocks=unreusable_blocks,
         num_blocks=num_blocks,
         engine_url=engine_url.rstrip("/"),
         base_url=base_url,

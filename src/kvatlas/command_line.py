@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.fleet import MAX_UNREUSABLE_BLOCKS
+from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
 from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.sidecar_options import check_name
 
@@ -74,6 +76,20 @@ Workers = Annotated[int, typer.Option("--workers", min=0, help="Reference engine
 BlocksPerWorker = Annotated[int, typer.Option(min=1, help="KV blocks of each reference engine.")]
 BlockBytes = Annotated[int, typer.Option(min=16, help="KV bytes of a block.")]
 BlockTokens = Annotated[int, typer.Option(min=1, max=65_536, help="Tokens of a block.")]
+LookaheadTokens = Annotated[
+    int,
+    typer.Option(
+        min=0, max=MAX_LOOKAHEAD_TOKENS, help="Tokens behind a block that its hash covers."
+    ),
+]
+UnreusableBlocks = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=MAX_UNREUSABLE_BLOCKS,
+        help="Blocks at the end of a match that the engine computes again.",
+    ),
+]
 Speed = Annotated[float, typer.Option(min=0.01, help="Model seconds per second.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]

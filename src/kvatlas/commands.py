@@ -25,6 +25,7 @@ from kvatlas.command_line import (
     DataFolder,
     HttpPort,
     JsonFlag,
+    LookaheadTokens,
     ModelName,
     Nats,
     NatsOrEmbedded,
@@ -34,6 +35,7 @@ from kvatlas.command_line import (
     Seed,
     SetFlags,
     Speed,
+    UnreusableBlocks,
     WorkerName,
     Workers,
     check_file,
@@ -375,6 +377,8 @@ def sidecar(
     base_url: Annotated[str, typer.Option(help="Where the engine takes requests.")] = "",
     rank: Annotated[int, typer.Option(min=0, max=MAX_RANK, help="Rank within the worker.")] = 0,
     block_tokens: BlockTokens = 16,
+    lookahead_tokens: LookaheadTokens = 0,
+    unreusable_blocks: UnreusableBlocks = 0,
     kv_fingerprint: Annotated[str, typer.Option(help="32 hex digits; none: no pulls.")] = "",
     pool: Annotated[str, typer.Option(help="File of the serve pool, in shared memory.")] = "",
     slots: Annotated[int, typer.Option(min=0, help="Slots of the serve pool.")] = 0,
@@ -389,7 +393,6 @@ def sidecar(
     set_: SetFlags = None,
 ) -> None:
     """Run the sidecar of an engine that has made its ring, until the engine ends."""
-    from kvatlas.schemas.fleet import NamespaceDescriptor
     from kvatlas.worker_hooks.sidecar import run_sidecar
     from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
@@ -402,7 +405,8 @@ def sidecar(
         rank=rank,
         model=model,
         base_url=base_url,
-        descriptor=NamespaceDescriptor(block_tokens),
+        descriptor=settings.fleet.descriptor(block_tokens, lookahead_tokens),
+        num_unreusable_trailing_blocks=unreusable_blocks,
         kv_fingerprint=fingerprint_of(kv_fingerprint),
         ring_path=str(ring),
         socket_path=str(socket),

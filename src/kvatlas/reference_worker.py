@@ -30,7 +30,7 @@ from kvatlas.schemas.errors import (
     KvatlasError,
     SidecarEnded,
 )
-from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
+from kvatlas.schemas.fleet import KvLayout
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import Settings
@@ -182,7 +182,7 @@ async def _stop_with_parent(parent_pid: int, stopped: asyncio.Event) -> None:
 def _engine_options(options: WorkerOptions) -> EngineOptions:
     return EngineOptions(
         model=options.model,
-        descriptor=NamespaceDescriptor(options.block_tokens),
+        descriptor=options.settings.fleet.descriptor(options.block_tokens),
         num_blocks=options.num_blocks,
         block_bytes=options.block_bytes,
         prefill_tokens_per_second=options.prefill_tokens_per_second,
@@ -199,7 +199,7 @@ def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> Sid
         worker=options.name,
         model=options.model,
         base_url=base_url,
-        descriptor=NamespaceDescriptor(options.block_tokens),
+        descriptor=options.settings.fleet.descriptor(options.block_tokens),
         kv_fingerprint=options.fingerprint(),
         num_blocks=options.num_blocks,
         ring_path=str(folder / "ring"),

@@ -50,6 +50,100 @@ def test_two_hash_algorithms_serve_one_model(fleet: Fleet) -> None:
     assert matches(answer.candidates) == {"w2/0": 64, "w1/0": 16}
 
 
+class TestLookahead:
+    def test_the_router_hashes_as_each_worker_names(self, fleet: Fleet) -> None:
+        """64 tokens are four blocks, of which the last has nothing behind it yet."""
+        prompt = a_prompt(65)
+        for name, ahead in (("plain", 0), ("ahead", 1), ("far", 3)):
+            fleet.up(name, lookahead_tokens=ahead)
+            fleet.holds(name, prompt)
+        answer = fleet.router().score(a_request(prompt))
+        assert matches(answer.candidates) == {"plain/0": 64, "ahead/0": 64, "far/0": 48}
+        shorter = fleet.router().score(a_request(prompt[:64]))
+        assert matches(shorter.candidates) == {"plain/0": 64, "ahead/0": 48, "far/0": 48}
+
+    def test_another_token_behind_the_last_block_is_another_block(self, fleet: Fleet) -> None:
+        fleet.up("w1", lookahead_tokens=1)
+        fleet.holds("w1", [*a_prompt(64), 7])
+        router = fleet.router()
+        assert router.score(a_request([*a_prompt(64), 7])).candidates[0].match_tokens == 64
+        assert router.score(a_request([*a_prompt(64), 8])).candidates[0].match_tokens == 48
+
+    def test_an_image_that_begins_behind_a_block_is_a_part_of_its_name(self, fleet: Fleet) -> None:
+        fleet.up("w1", lookahead_tokens=1)
+        image = (Extra(16, "mm", "cat", 4),)
+        fleet.holds("w1", a_prompt(40), extras=image)
+        router = fleet.router()
+        with_it = router.score(a_request(a_prompt(40), extras=image))
+        assert with_it.candidates[0].match_tokens == 32
+        assert router.score(a_request(a_prompt(40))).candidates[0].match_tokens == 0
+
+    def test_by_hashes_a_lookahead_is_chosen_and_counts_as_tokens(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        fleet.up("w2", lookahead_tokens=1)
+        fleet.holds("w2", a_prompt(65))
+        router = fleet.router()
+        descriptor = NamespaceDescriptor(16, lookahead_tokens=1)
+        chain = BlockHasher(descriptor.namespace(MODEL, None, None)).chain(a_prompt(65))
+        with pytest.raises(InvalidRequest, match="lookahead_tokens: expected one of several: 16 "):
+            router.score(by_hashes(chain, block_tokens=16))
+        answer = router.score(by_hashes(chain, lookahead_tokens=1))
+        assert matches(answer.candidates) == {"w2/0": 64}
+        assert answer.prompt_tokens == 65
+        with pytest.raises(InvalidRequest, match="num_tokens: 64, less than the 65"):
+            router.score(by_hashes(chain, lookahead_tokens=1, num_tokens=64))
+        with pytest.raises(
+            InvalidRequest, match=r"lookahead_tokens: no worker .*lookahead_tokens 1"
+        ):
+            router.score(by_hashes(chain, lookahead_tokens=2))
+
+    def test_a_decision_says_by_which_lookahead_its_chain_was_made(self, fleet: Fleet) -> None:
+        fleet.up("w1", lookahead_tokens=1)
+        router = fleet.router()
+        routed = router.route(a_request(a_prompt(64)))
+        (group,) = router.decision(routed.decision_id).groups
+        assert (group.lookahead_tokens, len(group.chain)) == (1, 3 * 16)
+
+
+class TestUnreusableBlocks:
+    def test_a_match_is_what_the_engine_reuses(self, fleet: Fleet) -> None:
+        fleet.up("w1")
+        for name, dropped in (("w2", 1), ("w3", 3)):
+            fleet.up(name, num_unreusable_trailing_blocks=dropped)
+        for name in ("w1", "w2", "w3"):
+            fleet.holds(name, a_prompt(70), num_blocks=4)
+        answer = fleet.router().score(a_request(a_prompt(70)))
+        assert matches(answer.candidates) == {"w1/0": 64, "w2/0": 48, "w3/0": 16}
+        by_hash = fleet.router().score(by_hashes(chain_of(a_prompt(70))))
+        assert matches(by_hash.candidates) == {"w1/0": 64, "w2/0": 48, "w3/0": 16}
+
+    def test_no_match_becomes_less_than_nothing(self, fleet: Fleet) -> None:
+        fleet.up("w1", num_unreusable_trailing_blocks=2)
+        fleet.holds("w1", a_prompt(70), num_blocks=1)
+        answer = fleet.router().score(a_request(a_prompt(70)))
+        assert matches(answer.candidates) == {"w1/0": 0}
+
+    def test_what_is_dropped_is_dropped_where_it_lies(self, fleet: Fleet) -> None:
+        fleet.up("w1", num_unreusable_trailing_blocks=1)
+        fleet.holds("w1", a_prompt(70), num_blocks=3)
+        fleet.holds("w1", a_prompt(70), num_blocks=4, tier=Tier.dram)
+        (candidate,) = fleet.router().score(a_request(a_prompt(70))).candidates
+        assert candidate.match_tokens_by_tier == {"hbm": 48}
+
+    @pytest.mark.parametrize(("num_held", "expected"), [(0, 48), (1, 48), (2, 32), (3, 16)])
+    def test_what_is_expected_is_less_by_as_much(
+        self, fleet: Fleet, num_held: int, expected: int
+    ) -> None:
+        fleet.up("w1", num_unreusable_trailing_blocks=1)
+        router = fleet.router()
+        router.route(a_request(a_prompt(64)))
+        if num_held:
+            fleet.holds("w1", a_prompt(64), num_blocks=num_held)
+        (candidate,) = router.score(a_request(a_prompt(64))).candidates
+        assert candidate.predicted_tokens == expected
+        assert candidate.match_tokens + candidate.predicted_tokens == 48
+
+
 def test_an_index_that_changes_between_who_and_how_much_is_asked_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,12 @@ INFO = WorkerInfo(
     p2p_address="10.0.0.7:5710",
     leasable_tiers=(Tier.dram,),
 )
+DRAFTING = WorkerInfo(
+    "http://10.0.0.8:8000",
+    ("llama",),
+    NamespaceDescriptor(16, lookahead_tokens=1),
+    num_unreusable_trailing_blocks=1,
+)
 EVENTS: dict[str, KvEvent] = {
     "stored": BlockStored(ROOT, hashes(1, 2), hashes(9), Tier.dram, b"\1\0\0\0" * 8),
     "stored below the root": BlockStored(ROOT, hashes(1)),
@@ -63,6 +69,10 @@ EVENTS: dict[str, KvEvent] = {
     "up": WorkerUp(INFO),
     "down": WorkerDown("shutdown"),
     "namespace": NamespaceSeen(ROOT, "llama", 16, HashAlgorithm.xxh3_128, "sql", salted=True),
+    "up of an engine that drafts": WorkerUp(DRAFTING),
+    "namespace with lookahead": NamespaceSeen(
+        ROOT, "llama", 16, HashAlgorithm.xxh3_128, lookahead_tokens=1
+    ),
     "resync": Resync(4, 9),
     "doubted": Doubted("the engine told more than it keeps"),
     "muted": NamespacesMuted(hashes(3, 4), "more than 50000 blocks/s"),

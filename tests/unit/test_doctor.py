@@ -153,6 +153,24 @@ class TestEvents:
         assert said(finding) == (Status.fail, differs.change)
 
 
+class TestNames:
+    def test_workers_that_name_blocks_alike_are_healthy(self) -> None:
+        finding = checks.check_names([a_rank(0, lookahead_tokens=1), a_rank(1, lookahead_tokens=1)])
+        assert finding.status is Status.ok
+        assert "16 tokens, xxh3_128, lookahead 1" in finding.says
+
+    def test_ranks_that_differ_are_told_apart(self) -> None:
+        finding = checks.check_names([a_rank(0), a_rank(1, hash_algorithm="sha256_128")])
+        assert finding.status is Status.fail
+        assert "rank 1: 16 tokens, sha256_128" in finding.says
+        assert "fleet.block_hash" in finding.change
+
+    def test_other_workers_that_differ_are_named(self) -> None:
+        finding = checks.check_names([a_rank(names_differ=("w2/0: 16 tokens, sha256_128",))])
+        assert finding.status is Status.fail
+        assert "w2/0: 16 tokens, sha256_128" in finding.says
+
+
 class TestOverlap:
     COLD = Probe(40, 0, 0)
 
@@ -185,6 +203,30 @@ class TestOverlap:
     def test_an_engine_may_leave_out_a_report_of_nothing(self) -> None:
         cold = Probe(40, 0, None)
         assert checks.check_overlap(cold, Probe(40, 32, 32), VLLM).status is Status.ok
+
+    def test_blocks_that_the_engine_drops_are_found_with_the_flag_to_set(self) -> None:
+        finding = checks.check_overlap(self.COLD, Probe(40, 32, 16), VLLM, a_rank())
+        assert finding.status is Status.fail
+        assert "computes the last 1 matched blocks again, configured are 0" in finding.says
+        assert "--unreusable-blocks 1" in finding.change
+        assert "unreusable_blocks=1 in the plugin's endpoint" in finding.change
+
+    def test_blocks_that_it_is_said_to_drop_and_does_not_are_found_too(self) -> None:
+        told = a_rank(num_unreusable_trailing_blocks=1)
+        finding = checks.check_overlap(self.COLD, Probe(56, 32, 48), VLLM, told)
+        assert "--unreusable-blocks 0" in finding.change
+        right = checks.check_overlap(self.COLD, Probe(56, 32, 32), VLLM, told)
+        assert right.status is Status.ok
+
+    @pytest.mark.parametrize("warm", [Probe(40, 32, 0), Probe(40, 32, 20), Probe(40, 0, 32)])
+    def test_other_differences_are_no_dropped_block(self, warm: Probe) -> None:
+        finding = checks.check_overlap(self.COLD, warm, VLLM, a_rank())
+        assert finding.status is Status.fail
+        assert "--unreusable-blocks" not in finding.change
+
+    def test_an_engine_that_drops_blocks_reuses_less_of_a_conversation(self) -> None:
+        assert checks.check_chat(Probe(33, 32, 16), 16, VLLM).status is Status.fail
+        assert checks.check_chat(Probe(33, 32, 16), 16, VLLM, 1).status is Status.ok
 
     def test_f50_salted_roots_of_another_key_name_the_key(self) -> None:
         finding = checks.check_salt(self.COLD, Probe(40, 0, 32), VLLM)

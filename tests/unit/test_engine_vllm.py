@@ -160,7 +160,8 @@ def test_f40_bytes_that_are_no_msgpack_cost_only_their_event() -> None:
 
 
 def test_unknown_fields_are_counted_and_change_nothing() -> None:
-    decoded = decode(a_store(colour="red"), [*as_array(a_store()), "one more"])
+    whole = as_array(a_store(), len(FIELDS_OF["BlockStored"]))
+    decoded = decode(a_store(colour="red"), [*whole, "one more"])
     assert kinds(decoded) == ["unknown_field", "unknown_field"]
     assert [event for event in decoded.events] == [RawStored((HIGH, 5), None, PACKED)] * 2
 

@@ -28,6 +28,7 @@ def hasher_of(case: dict[str, Any]) -> BlockHasher:
         HashAlgorithm(case["algorithm"]),
         case["lora"],
         case["cache_salt"],
+        case.get("lookahead_tokens", 0),
     )
     return BlockHasher(namespace, bytes.fromhex(case["fleet_key"]))
 
@@ -63,6 +64,9 @@ def test_golden_vector_from_primitives(case: dict[str, Any]) -> None:
     content += field("algorithm", case["algorithm"].encode())
     content += field("model", case["model"].encode())
     content += field("block_tokens", struct.pack("<I", case["block_tokens"]))
+    ahead = case.get("lookahead_tokens", 0)
+    if ahead:
+        content += field("lookahead_tokens", struct.pack("<I", ahead))
     if case["lora"] is not None:
         content += field("lora", case["lora"].encode())
     if case["cache_salt"] is None:
@@ -74,12 +78,13 @@ def test_golden_vector_from_primitives(case: dict[str, Any]) -> None:
     assert root.hex() == case["root"]
 
     parent, chain, size = root, [], case["block_tokens"]
-    for start in range(0, len(case["tokens"]) - size + 1, size):
-        block = struct.pack(f"<{size}I", *case["tokens"][start : start + size])
+    window = size + ahead
+    for start in range(0, len(case["tokens"]) - window + 1, size):
+        block = struct.pack(f"<{window}I", *case["tokens"][start : start + window])
         touching = [
             extra
             for extra in case["extras"]
-            if extra["offset"] < start + size and extra["offset"] + extra["length"] > start
+            if extra["offset"] < start + window and extra["offset"] + extra["length"] > start
         ]
         if touching:
             block += b"kvatlas/1"
@@ -102,6 +107,7 @@ def test_no_two_golden_namespaces_share_a_root() -> None:
             c["lora"],
             c["cache_salt"],
             c["fleet_key"],
+            c.get("lookahead_tokens", 0),
         ): (c["root"])
         for c in CASES
     }
@@ -116,6 +122,35 @@ def test_a_chain_can_be_continued_from_any_block() -> None:
     head = hasher.chain(tokens[:8], extras)
     tail = hasher.chain(tokens[8:], extras, parent=head[-16:], first_token=8)
     assert head + tail == whole
+
+
+def test_a_block_is_named_by_what_lies_behind_it_too() -> None:
+    hasher = BlockHasher(Namespace("m", 4, lookahead_tokens=2))
+    chains = [hasher.chain([*range(8), *behind]) for behind in ([1, 2], [1, 3], [1], [])]
+    assert [len(chain) // 16 for chain in chains] == [2, 2, 1, 1]
+    assert chains[0][:16] == chains[1][:16] == chains[2]
+    assert chains[0][16:] != chains[1][16:]
+    assert chains[0][:16] != BlockHasher(Namespace("m", 4)).chain(range(4))
+
+
+def test_windows_that_are_given_block_by_block_are_those_of_a_prompt() -> None:
+    hasher = BlockHasher(Namespace("m", 4, lookahead_tokens=3))
+    extras = [Extra(9, "image", "cat", 2)]
+    tokens = pack_tokens(range(15))
+    ahead = b"".join(tokens[16 * n : 16 * n + 12] for n in (1, 2, 3))
+    whole = hasher.chain(tokens, extras)
+    assert len(whole) == 3 * 16
+    assert hasher.chain_reported(tokens[:48], ahead, extras) == whole
+    tail = hasher.chain_reported(tokens[32:48], ahead[24:], extras, whole[16:32], 8)
+    assert tail == whole[32:]
+    with pytest.raises(InvalidBlock, match="48 bytes of tokens with 24 of lookahead, expected 12"):
+        hasher.chain_reported(tokens[:48], ahead[:24])
+
+
+@pytest.mark.parametrize("ahead", [-1, 1_025])
+def test_a_lookahead_has_bounds(ahead: int) -> None:
+    with pytest.raises(InvalidBlock, match="lookahead_tokens"):
+        Namespace("m", 4, lookahead_tokens=ahead)
 
 
 def test_a_partial_block_has_no_hash() -> None:

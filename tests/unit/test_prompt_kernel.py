@@ -29,6 +29,18 @@ def test_chains_are_those_of_xxhash(block_tokens: int) -> None:
     assert prompt_kernel.hash_chain(hasher.root, tokens, block_tokens) == hasher.chain(tokens)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 15, 16, 17, 300])
+@pytest.mark.parametrize("block_tokens", [1, 4, 16, 28, 56, 57, 1024])
+def test_chains_with_a_lookahead_are_those_of_xxhash(block_tokens: int, ahead: int) -> None:
+    """It moves a window over the edges of XXH3's branches."""
+    num_tokens = 3 * block_tokens + ahead
+    tokens = array("I", (SEEDED.getrandbits(32) for _ in range(num_tokens))).tobytes()
+    hasher = BlockHasher(Namespace("m", block_tokens, lookahead_tokens=ahead))
+    chain = prompt_kernel.hash_chain(hasher.root, tokens, block_tokens, ahead)
+    assert chain == hasher.chain(tokens)
+    assert len(chain) == 3 * 16
+
+
 def test_a_chain_of_nothing_is_empty() -> None:
     assert prompt_kernel.hash_chain(bytes(16), bytes(60), 16) == b""
 

@@ -11,7 +11,10 @@ from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.settings import ReportingSettings, Settings, SidecarSettings
 from kvatlas.worker_hooks.bridge.options import BridgeOptions
+from kvatlas.worker_hooks.edge import Edge
+from kvatlas.worker_hooks.raw_events import RawRestarted
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
+from testkit.edges import doubts
 
 POOL: dict[str, Any] = {"num_slots": 4, "block_bytes": 64, "pool_path": "/p"}
 EVERY = tuple(Tier)
@@ -84,3 +87,29 @@ def test_what_all_sidecars_are_told_alike_stands_once() -> None:
     for says_anew in (SidecarSettings, SidecarOptions, BridgeOptions, WorkerOptions):
         own = vars(says_anew)["__annotations__"].keys()
         assert not own & ReportingSettings.__struct_fields__
+
+
+@pytest.mark.parametrize(
+    ("dropped", "wire_version", "is_doubtful"),
+    [(0, 100, False), (1, 102, False), (1, 101, True), (2, 100, True)],
+)
+def test_readers_that_do_not_know_of_dropped_blocks_call_no_such_worker_exact(
+    dropped: int, wire_version: int, is_doubtful: bool
+) -> None:
+    options = SidecarOptions(
+        nats_url="nats://h:4222",
+        worker="w",
+        model="m",
+        descriptor=NamespaceDescriptor(4),
+        num_unreusable_trailing_blocks=dropped,
+        wire_version=wire_version,
+        ring_path="/r",
+        socket_path="/s",
+    )
+    assert options.worker_info().num_unreusable_trailing_blocks == dropped
+    edge = Edge("m", options.descriptor, standing_doubt=options.standing_doubt)
+    reasons = doubts(edge.caveats())
+    assert bool(reasons) == is_doubtful
+    assert all(f"last {dropped} matched blocks" in reason for reason in reasons)
+    edge.handle([RawRestarted("again")])
+    assert doubts(edge.caveats()) == reasons

@@ -16,7 +16,13 @@ from kvatlas.worker_hooks.engines.vllm import VllmAdapter
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.raw_events import RawEngineBatch, RawHeld, decode_raw
 from kvatlas.worker_hooks.ring import RingReader, RingWriter
-from kvatlas.worker_hooks.vllm_plugin.facts import full_groups, weights_digest, why_no_exchange
+from kvatlas.worker_hooks.vllm_plugin.facts import (
+    dropped_blocks,
+    full_groups,
+    hash_lookahead,
+    weights_digest,
+    why_no_exchange,
+)
 from kvatlas.worker_hooks.vllm_plugin.publisher import AUDIT_SECONDS, EngineReports
 from kvatlas.worker_hooks.vllm_plugin.told_blocks import ToldBlocks
 
@@ -205,3 +211,30 @@ def test_weights_that_replace_others_under_one_path_have_another_digest(tmp_path
     weights.write_bytes(b"a" * 199_999 + b"b")
     assert weights_digest(str(tmp_path)) != before
     assert weights_digest("org/name-on-a-hub") == ""
+
+
+def drafting(eagle: bool = True, drops: bool | None = None, **engine: Any) -> Any:
+    """Return the part of vLLM's configuration that says what a drafter needs."""
+    speculative = SimpleNamespace(use_eagle=lambda: eagle)
+    if drops is not None:
+        speculative.use_eagle_block_drop = lambda: drops
+    return SimpleNamespace(speculative_config=speculative, **engine)
+
+
+@pytest.mark.parametrize(
+    ("config", "lookahead", "dropped"),
+    [
+        (SimpleNamespace(), 0, 0),
+        (SimpleNamespace(speculative_config=None), 0, 0),
+        # before 0.33, which always drops
+        (drafting(), 0, 1),
+        (drafting(eagle=False), 0, 0),
+        # 0.33: lookahead hashes, else the block is dropped, unless told not to
+        (drafting(drops=True, num_hash_lookahead_tokens=1), 1, 0),
+        (drafting(drops=True, num_hash_lookahead_tokens=3), 3, 0),
+        (drafting(drops=True, num_hash_lookahead_tokens=0), 0, 1),
+        (drafting(drops=False, num_hash_lookahead_tokens=0), 0, 0),
+    ],
+)
+def test_what_the_engine_says_of_its_drafter(config: Any, lookahead: int, dropped: int) -> None:
+    assert (hash_lookahead(config), dropped_blocks(config)) == (lookahead, dropped)

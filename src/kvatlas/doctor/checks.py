@@ -191,9 +191,59 @@ def _check_texts(check: str, texts: Texts) -> Finding:
     return Finding(check, Status.fail, says, flags.TOKENIZER)
 
 
-def check_overlap(cold: Probe, warm: Probe, engine: EngineFacts) -> Finding:
+def check_names(ranks: Sequence[WorkerAnswer]) -> Finding:
+    """Do all workers of the model name blocks alike? What one has, no other finds otherwise."""
+    named = {rank.rank: _naming(rank) for rank in ranks if rank.block_tokens}
+    if len(set(named.values())) > 1:
+        shown = ", ".join(f"rank {rank}: {says}" for rank, says in named.items())
+        return Finding("block_names", Status.fail, f"its ranks differ: {shown}", flags.NAMES)
+    own = next(iter(named.values()), "not known yet")
+    if differ := sorted({each for rank in ranks for each in rank.names_differ}):
+        says = f"it names blocks by {own}; others do not: {'; '.join(differ)}"
+        return Finding("block_names", Status.fail, says, flags.NAMES)
+    return Finding("block_names", Status.ok, f"all workers of its model name blocks by {own}")
+
+
+def _naming(rank: WorkerAnswer) -> str:
+    ahead = f", lookahead {rank.lookahead_tokens}" if rank.lookahead_tokens else ""
+    return f"{rank.block_tokens} tokens, {rank.hash_algorithm}{ahead}"
+
+
+def check_overlap(
+    cold: Probe, warm: Probe, engine: EngineFacts, rank: WorkerAnswer | None = None
+) -> Finding:
     """Does the engine reuse as much as the router predicts, of an unknown and of a known prompt?"""
-    return _check_probes("overlap", (cold, warm), engine, flags.EVENTS[engine.kind])
+    dropped = None if rank is None else _dropped_blocks((cold, warm), rank)
+    if rank is None or dropped is None:
+        return _check_probes("overlap", (cold, warm), engine, flags.EVENTS[engine.kind])
+    told = rank.num_unreusable_trailing_blocks
+    says = (
+        f"of {warm.prompt_tokens} tokens the router predicted {warm.predicted_tokens}, the engine "
+        f"reused {warm.reported_tokens}: it computes the last {dropped} matched blocks again, "
+        f"configured are {told}"
+    )
+    return Finding("overlap", Status.fail, says, flags.UNREUSABLE[engine.kind].format(dropped))
+
+
+def _dropped_blocks(probes: Sequence[Probe], rank: WorkerAnswer) -> int | None:
+    """Return how many matched blocks the engine drops; None if as configured, or unclear.
+
+    Only whole blocks less or more, in every probe in which anything was predicted, look so; and one
+    that has computed a prompt itself has the blocks that its events say.
+    """
+    block_tokens, told = rank.block_tokens, rank.num_unreusable_trailing_blocks
+    found = set()
+    for probe in probes:
+        if probe.refused or (probe.predicted_tokens and probe.reported_tokens is None):
+            return None
+        more = probe.predicted_tokens - (probe.reported_tokens or 0)
+        if not probe.predicted_tokens and not more:
+            continue
+        if not block_tokens or more % block_tokens or abs(more) > block_tokens:
+            return None
+        found.add(more // block_tokens)
+    dropped = told + found.pop() if len(found) == 1 else told
+    return dropped if 0 <= dropped != told else None
 
 
 def check_salt(cold: Probe, warm: Probe, engine: EngineFacts) -> Finding:
@@ -201,10 +251,13 @@ def check_salt(cold: Probe, warm: Probe, engine: EngineFacts) -> Finding:
     return _check_probes("cache_salt", (cold, warm), engine, flags.SALT[engine.kind])
 
 
-def check_chat(probe: Probe, block_tokens: int, engine: EngineFacts) -> Finding:
+def check_chat(
+    probe: Probe, block_tokens: int, engine: EngineFacts, unreusable_blocks: int = 0
+) -> Finding:
     """Does a conversation come out as the tokens that its engine tells others that it is?"""
     # The last token is computed in any case, and with it its block.
-    reusable = (probe.prompt_tokens - 1) // block_tokens * block_tokens
+    whole = max((probe.prompt_tokens - 1) // block_tokens - unreusable_blocks, 0)
+    reusable = whole * block_tokens
     probe = replace(probe, predicted_tokens=min(probe.predicted_tokens, reusable))
     return _check_probes("chat", (probe,), engine, flags.TOKENIZER)
 

@@ -42,6 +42,17 @@ SALT = {
     EngineKind.sglang: f"SGLang 0.5.20 or newer, whose events name salts; or {_FLEET_KEY}",
     EngineKind.other: _FLEET_KEY,
 }
+NAMES = (
+    "fleet.block_hash, the same at every member; --block-tokens and --lookahead-tokens of bridges "
+    "and sidecars, as their engines have them"
+)
+UNREUSABLE = {
+    EngineKind.vllm: "--unreusable-blocks {0} of the bridge or sidecar (drafting of the EAGLE "
+    "family without lookahead hashes), or unreusable_blocks={0} in the plugin's endpoint",
+    EngineKind.sglang: "--unreusable-blocks {0} of the bridge or sidecar, or unreusable_blocks={0} "
+    "in the plugin's endpoint",
+    EngineKind.other: "--unreusable-blocks {0} of the bridge or sidecar",
+}
 TOKENIZER = "--tokenizer: the files that the engine has loaded (its --tokenizer, --chat-template)"
 WORKER = "--worker of the doctor, or the worker's name beside the engine"
 BASE_URL = "--base-url of the bridge or sidecar, or --engine-url of the doctor"

@@ -87,7 +87,7 @@ async def run_doctor(options: DoctorOptions, tell: Tell) -> list[Finding]:
         found(checks.check_url(ranks, asked.url))
         named = checks.check_model(model, ranks, engine)
         block_size = checks.check_block_size(ranks, engine)
-        found(named, checks.check_adapters(ranks, engine), block_size)
+        found(named, checks.check_adapters(ranks, engine), block_size, checks.check_names(ranks))
         if named.status is Status.fail:
             return findings
         view = _view(ranks, options.rank)
@@ -136,7 +136,9 @@ class _Probing:
         self._random = SystemRandom()
         block_tokens = _block_tokens(engine, view)
         num_blocks = max(MIN_PROBE_BLOCKS, -(-MIN_PROBE_TOKENS // block_tokens))
-        self._shared = self._tokens(num_blocks * block_tokens)
+        # equal names need equal tokens behind the last block, and some engines drop blocks there
+        num_blocks += view.num_unreusable_trailing_blocks
+        self._shared = self._tokens(num_blocks * block_tokens + view.lookahead_tokens)
         #: the last token is computed in any case: it must not cost a block
         self._tail_tokens = max(block_tokens // 2, 1)
 
@@ -149,7 +151,7 @@ class _Probing:
         found(checks.check_events(arrival, self._engine, block_size))
         seen = self._heard.first_hash(str(self._engine.kind), prompt)
         found(checks.check_hashing(self._engine, seen, os.environ.get("PYTHONHASHSEED")))
-        overlap = checks.check_overlap(cold, warm, self._engine)
+        overlap = checks.check_overlap(cold, warm, self._engine, self._view)
         found(overlap)
         if overlap.status is not Status.ok:
             for check in ("cache_salt", "chat"):
@@ -181,7 +183,9 @@ class _Probing:
     async def _arrival(self, prompt: Sequence[int], salt: str | None) -> Arrival:
         """Wait until the router knows the blocks that all probes share, or for long enough."""
         block_tokens = self._view.block_tokens or 1
-        expected = len(self._shared) // block_tokens * block_tokens
+        num_named = (len(self._shared) - self._view.lookahead_tokens) // block_tokens
+        num_expected = max(num_named - self._view.num_unreusable_trailing_blocks, 0)
+        expected = num_expected * block_tokens
         started = time.monotonic()
         while True:
             matched = await self._match(prompt, salt)
@@ -215,7 +219,8 @@ class _Probing:
         done = await self._client.chat(self._model, messages)
         probe = Probe(len(tokens), predicted, done.reported_tokens, done.refused)
         block_tokens = self._view.block_tokens or _block_tokens(self._engine, self._view)
-        return checks.check_chat(probe, block_tokens, self._engine)
+        unreusable = self._view.num_unreusable_trailing_blocks
+        return checks.check_chat(probe, block_tokens, self._engine, unreusable)
 
 
 async def _texts(

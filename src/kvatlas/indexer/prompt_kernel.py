@@ -216,16 +216,21 @@ def long_xxh3_128(content: U32, length: int) -> tuple[Any, Any]:
 
 
 @compiled()
-def hash_blocks(tokens: U32, block_tokens: int, parent: U64, hashes: U64) -> None:
-    """Fill `hashes`, two words a block, with the chain of the tokens' full blocks."""
-    content = np.empty(PARENT_WORDS + block_tokens, np.uint32)
+def hash_blocks(
+    tokens: U32, block_tokens: int, window_tokens: int, parent: U64, hashes: U64
+) -> None:
+    """Fill `hashes`, two words a block, with the chain of the tokens' blocks.
+
+    A block's hash covers `window_tokens` from its beginning on, all of which are there.
+    """
+    content = np.empty(PARENT_WORDS + window_tokens, np.uint32)
     first, second = parent[0], parent[1]
     for block in range(hashes.size // 2):
         content[0], content[1] = np.uint32(first & LOW_HALF), np.uint32(first >> SHIFT_32)
         content[2], content[3] = np.uint32(second & LOW_HALF), np.uint32(second >> SHIFT_32)
-        for i in range(block_tokens):
+        for i in range(window_tokens):
             content[PARENT_WORDS + i] = tokens[block * block_tokens + i]
-        low, high = xxh3_128(content, PARENT_WORDS + block_tokens)
+        low, high = xxh3_128(content, PARENT_WORDS + window_tokens)
         first, second = swapped(high), swapped(low)
         hashes[2 * block], hashes[2 * block + 1] = first, second
 
@@ -341,7 +346,7 @@ def read_hashes(text: bytes, begin: int, parts: U32) -> tuple[Any, Any]:
 _SIGNATURES: list[tuple[Any, str]] = [
     (
         hash_blocks,
-        "void(Array(uint32, 1, 'C', readonly=True), int64, "
+        "void(Array(uint32, 1, 'C', readonly=True), int64, int64, "
         "Array(uint64, 1, 'C', readonly=True), uint64[::1])",
     ),
     (
@@ -360,11 +365,19 @@ def warm() -> None:
         dispatcher.disable_compile()
 
 
-def hash_chain(parent: bytes, tokens: bytes, block_tokens: int) -> bytes:
-    """Return the packed XXH3-128 hashes of the full blocks of packed tokens below a parent."""
-    hashes = np.empty(2 * (len(tokens) // (4 * block_tokens)), np.uint64)
+def hash_chain(parent: bytes, tokens: bytes, block_tokens: int, lookahead_tokens: int = 0) -> bytes:
+    """Return the packed XXH3-128 hashes of the blocks of packed tokens below a parent.
+
+    A block has one if its own tokens and the `lookahead_tokens` behind it are there.
+    """
+    num_blocks = max(len(tokens) // 4 - lookahead_tokens, 0) // block_tokens
+    hashes = np.empty(2 * num_blocks, np.uint64)
     hash_blocks(
-        np.frombuffer(tokens, np.uint32), block_tokens, np.frombuffer(parent, np.uint64), hashes
+        np.frombuffer(tokens, np.uint32),
+        block_tokens,
+        block_tokens + lookahead_tokens,
+        np.frombuffer(parent, np.uint64),
+        hashes,
     )
     return hashes.tobytes()
 

@@ -150,6 +150,12 @@ class WorkerAnswer(Struct, frozen=True):
     #: root in hex of each namespace of which it holds more than it says -> why; `trust` is about
     #: all others
     muted_namespaces: dict[str, str] = {}
+    #: behind a block, that its name covers too
+    lookahead_tokens: int = 0
+    #: of a match, those at its end that the engine computes again
+    num_unreusable_trailing_blocks: int = 0
+    #: workers of the same model that name blocks otherwise, and how: nothing of theirs is shared
+    names_differ: tuple[str, ...] = ()
 
 
 class WorkersAnswer(Struct, frozen=True):

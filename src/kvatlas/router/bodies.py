@@ -10,7 +10,7 @@ or, instead of tokens, salt and extras, the hashes of the prompt's full blocks, 
 
     JSON     "block_hashes": [32 hex digits] | "block_hashes_b64": base64
     msgpack  "block_hashes": packed
-    both     "block_tokens"?, "algorithm"?, "num_tokens"?
+    both     "block_tokens"?, "algorithm"?, "lookahead_tokens"?, "num_tokens"?
 
 What is wrong is an InvalidRequest that names the field and never repeats tokens or salts.
 """
@@ -29,7 +29,7 @@ from kvatlas.indexer import prompt_kernel
 from kvatlas.router.wrong_fields import at_field
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidRequest, UnsupportedContentType
-from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS, HashAlgorithm
+from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS, MAX_LOOKAHEAD_TOKENS, HashAlgorithm
 from kvatlas.schemas.known_names import MAX_NAME_CHARS
 
 JSON_TYPES = ("application/json",)
@@ -49,6 +49,7 @@ NumCandidates = Annotated[int, Meta(ge=1, le=1024)]
 BlockTokens = Annotated[int, Meta(ge=1, le=MAX_BLOCK_TOKENS)]
 #: with `exact`, only workers of this trust are candidates
 Require = Literal["exact"]
+LookaheadTokens = Annotated[int, Meta(ge=0, le=MAX_LOOKAHEAD_TOKENS)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
 _HEX_HASHES = "the chained hashes of the prompt's full blocks, 32 hex digits each"
 _PACKED_HASHES = "the same, 16 bytes each"
@@ -75,6 +76,7 @@ class ScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     block_hashes_b64: Annotated[bytes, Meta(description=_PACKED_HASHES)] | None = None
     block_tokens: BlockTokens | None = None
     algorithm: HashAlgorithm | None = None
+    lookahead_tokens: LookaheadTokens | None = None
     num_tokens: NumTokens | None = None
     lora: Name | None = None
     cache_salt: Salt | None = None
@@ -94,6 +96,7 @@ class PackedScoreBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     block_hashes: Annotated[bytes, Meta(description=_PACKED_HASHES)] | None = None
     block_tokens: BlockTokens | None = None
     algorithm: HashAlgorithm | None = None
+    lookahead_tokens: LookaheadTokens | None = None
     num_tokens: NumTokens | None = None
     lora: Name | None = None
     cache_salt: Salt | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.indexer import prompt_kernel
-from kvatlas.indexer.reader import IndexReader, InstanceView
+from kvatlas.indexer.reader import IndexReader, InstanceView, Roll
 from kvatlas.router import price_kernel as k
 from kvatlas.router.lineup import GroupKey, Lineup, line_up, recorded_groups
 from kvatlas.router.loads import Loads
@@ -22,6 +22,7 @@ from kvatlas.router.overlay import Overlay
 from kvatlas.router.requests import HashedPrompt, ScoreRequest
 from kvatlas.router.served_models import ServedModels
 from kvatlas.router.slate import Slate
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm
@@ -122,8 +123,9 @@ class Candidates:
             chains: tuple[bytes, ...] = (hashed.hashes,)
         else:
             chains = tuple(self._chain(key, request) for key in lineup.groups)
-        slate = Slate(lineup, self._held(lineup, chains), prompt_tokens)
-        self._fill(slate, chains, now)
+        held = self._held(lineup, chains)
+        slate = Slate(lineup, self._reused(lineup, chains, held), prompt_tokens)
+        self._fill(slate, held, chains, now)
         return Gathered(lineup, slate, chains)
 
     def _mutes(self, lineup: Lineup, request: ScoreRequest) -> dict[InstanceId, str]:
@@ -143,26 +145,51 @@ class Candidates:
             if roots[group] in view.muted
         }
 
-    def _fill(self, slate: Slate, chains: tuple[bytes, ...], now: float) -> None:
+    def _fill(self, slate: Slate, held: U32, chains: tuple[bytes, ...], now: float) -> None:
         """Put in loads, and what is expected beyond what is held."""
         lineup = slate.lineup
         self._loads.fill(lineup.loads, now, slate.lines)
         if len(self._overlay):
-            num_held = _NumHeld(lineup, slate.held)
+            num_held = _NumHeld(lineup, held)
             for chain in chains:
                 for life, num_blocks in self._overlay.beyond(chain, num_held, now).items():
                     instance, epoch = life
                     line = lineup.line_of.get(instance)
                     if line is not None and lineup.views[line].epoch == epoch:
-                        slate.lines[line, k.PREDICTED] = num_blocks
+                        # of what is expected in all, the engine reuses so many blocks less
+                        least = int(lineup.unreusable[line]) - num_held[instance]
+                        slate.lines[line, k.PREDICTED] = max(num_blocks - max(least, 0), 0)
 
     def _held(self, lineup: Lineup, chains: tuple[bytes, ...]) -> U32:
+        """Return what is held, a line each; what of it is reused may be less (`_reused`)."""
         if len(chains) == 1:
             return self._index.held(chains[0], lineup.rolls[0][0])
         held = np.zeros((len(lineup), NUM_TIERS), np.uint32)
         for chain, (roll, lines) in zip(chains, lineup.rolls, strict=True):
             held[lines] = self._index.held(chain, roll)
         return held
+
+    def _reused(self, lineup: Lineup, chains: tuple[bytes, ...], held: U32) -> U32:
+        """Return what of `held` the engines reuse: some compute the last blocks of it again."""
+        if not lineup.has_unreusable:
+            return held
+        num_held = held.sum(axis=1, dtype=np.int64)
+        num_reused = np.maximum(num_held - lineup.unreusable, 0)
+        reused = held.copy()
+        for line in np.flatnonzero(num_reused < num_held).tolist():
+            if np.count_nonzero(held[line]) == 1:  # as a rule all of it is in one tier
+                reused[line] = np.where(held[line], num_reused[line], 0)
+            else:
+                reused[line] = self._held_of(lineup, chains, line, int(num_reused[line]))
+        return reused
+
+    def _held_of(
+        self, lineup: Lineup, chains: tuple[bytes, ...], line: int, num_blocks: int
+    ) -> U32:
+        """Return how the first blocks of a candidate's match are spread over the tiers."""
+        chain = chains[lineup.group_of[line]][: num_blocks * BLOCK_HASH_BYTES]
+        found: U32 = self._index.held(chain, Roll([lineup.views[line].instance]))[0]
+        return found
 
     def _lineup(self, model: str, lora: str | None) -> Lineup:
         version = self._index.fleet_version
@@ -188,7 +215,10 @@ class Candidates:
         is_plain = key.descriptor.algorithm is HashAlgorithm.xxh3_128 and not request.extras
         if is_plain and prompt_kernel.IS_FAST:
             return prompt_kernel.hash_chain(
-                hasher.root, request.tokens, key.descriptor.block_tokens
+                hasher.root,
+                request.tokens,
+                key.descriptor.block_tokens,
+                key.descriptor.lookahead_tokens,
             )
         return hasher.chain(request.tokens, request.extras)
 
@@ -205,12 +235,14 @@ class Candidates:
 
 
 def _prompt_tokens(prompt: HashedPrompt, descriptor: NamespaceDescriptor) -> int:
-    """Return the prompt's length, which its full blocks are a part of."""
+    """Return the prompt's length, which the windows of its hashed blocks are a part of."""
     in_blocks = prompt.num_blocks * descriptor.block_tokens
+    if in_blocks:
+        in_blocks += descriptor.lookahead_tokens
     if prompt.num_tokens is None:
         return in_blocks
     if prompt.num_tokens < in_blocks:
-        problem = f"{prompt.num_tokens}, less than the {in_blocks} of the hashed blocks"
+        problem = f"{prompt.num_tokens}, less than the {in_blocks} that the hashed blocks cover"
         raise InvalidRequest("num_tokens", problem)
     return prompt.num_tokens
 

@@ -1,6 +1,7 @@
 """The control API: what people, load balancers and dashboards ask. All of it only reads."""
 
 import time
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from kvatlas.router.siblings import Siblings
 from kvatlas.router.signals import MAX_DECISION_ID
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import UnknownDecision
+from kvatlas.schemas.fleet import NamespaceDescriptor, Trust, WorkerInfo
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Decision
 
@@ -36,6 +38,10 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
+
+
+#: workers with other names for blocks that an answer lists
+MAX_UNLIKE = 8
 
 
 class Health(Struct, frozen=True):
@@ -143,7 +149,9 @@ def control_routes(
 
     @routes.get("/v1/workers", summary="All workers", responses=_json_of(WorkersAnswer))
     async def workers() -> Response:
-        views = tuple(_worker(service, view) for view in service.index.instances())
+        found = service.index.instances()
+        naming = Namings(view for view in found if view.trust is not Trust.gone)
+        views = tuple(_worker(service, view, naming) for view in found)
         age = _age(service)
         return _json(WorkersAnswer(views, age.stream_sequence, age.index_age_ms, age.connected))
 
@@ -214,7 +222,34 @@ def _age(service: RouterService) -> IndexAge:
     )
 
 
-def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
+class Namings:
+    """How instances name the blocks of each model; equal tokens match only where that is equal.
+
+    O(instances) to make. `unlike` lists at most MAX_UNLIKE of those that differ.
+    """
+
+    def __init__(self, views: Iterable[InstanceView]) -> None:
+        #: model of the namespaces -> descriptor -> the first instances that name blocks so
+        self._by_model: dict[str, dict[NamespaceDescriptor, list[InstanceId]]] = {}
+        for view in views:
+            if view.info is not None:
+                of_model = self._by_model.setdefault(view.info.model, {})
+                instances = of_model.setdefault(view.info.descriptor, [])
+                if len(instances) < MAX_UNLIKE:
+                    instances.append(view.instance)
+
+    def unlike(self, info: WorkerInfo) -> list[str]:
+        """Return instances of the same model that name blocks otherwise, and how."""
+        found = [
+            f"{instance}: {descriptor}"
+            for descriptor, instances in self._by_model.get(info.model, {}).items()
+            if descriptor != info.descriptor
+            for instance in instances
+        ]
+        return found[:MAX_UNLIKE]
+
+
+def _worker(service: RouterService, view: InstanceView, naming: Namings) -> WorkerAnswer:
     info, load = view.info, service.load_of(view.instance, view.epoch)
     return WorkerAnswer(
         worker=view.instance.worker,
@@ -240,6 +275,9 @@ def _worker(service: RouterService, view: InstanceView) -> WorkerAnswer:
         load=None if load is None else _load(load),
         replaced=_replaced(view),
         muted_namespaces={root.hex(): why for root, why in sorted(view.muted.items())},
+        lookahead_tokens=info.descriptor.lookahead_tokens if info else 0,
+        num_unreusable_trailing_blocks=info.num_unreusable_trailing_blocks if info else 0,
+        names_differ=() if info is None else tuple(naming.unlike(info)),
     )
 
 

@@ -25,6 +25,7 @@ from kvatlas.schemas.routing import ChainGroup
 MAX_PARTS = 16
 #: columns that stand while the same instances describe themselves alike
 _LASTING = frozenset(["num_classes", "rolls", "line_of", "lots", "leasable", "lends_everything"])
+_LASTING |= {"unreusable", "has_unreusable"}
 _BETTER_THAN_DEGRADED = (Trust.exact, Trust.catching_up)
 
 
@@ -144,6 +145,16 @@ class Lineup:
         """Whether everybody lends all tiers."""
         return all(len(tiers) == NUM_TIERS for tiers in self.leasable)
 
+    @cached_property
+    def unreusable(self) -> k.I64:
+        """Blocks at the end of a match that each computes again."""
+        return _fixed([info.num_unreusable_trailing_blocks for info in self.infos])
+
+    @cached_property
+    def has_unreusable(self) -> bool:
+        """Whether anybody reuses less than it holds."""
+        return bool(self.unreusable.any())
+
     # --- as the fleet changes --------------------------------------------------------------------
 
     def revised(
@@ -228,7 +239,7 @@ class Lineup:
 
         Raises InvalidRequest where nobody does, or where several groups might be meant.
         """
-        key = prompt.block_tokens, prompt.algorithm
+        key = prompt.block_tokens, prompt.algorithm, prompt.lookahead_tokens
         found = self._parts.get(key)
         return self._keep(key, self._naming(prompt)) if found is None else found
 
@@ -314,6 +325,7 @@ def recorded_groups(
             key.lora,
             salted,
             b"" if salted else chain,
+            key.descriptor.lookahead_tokens,
         )
         for key, chain in zip(lineup.groups, chains, strict=True)
     )
@@ -350,25 +362,35 @@ def _no_adapter(lora: str, known: Iterable[str]) -> str:
 
 
 def _may_name(descriptor: NamespaceDescriptor, prompt: HashedPrompt) -> bool:
-    return prompt.block_tokens in (None, descriptor.block_tokens) and (
-        prompt.algorithm in (None, descriptor.algorithm)
+    return (
+        prompt.block_tokens in (None, descriptor.block_tokens)
+        and prompt.algorithm in (None, descriptor.algorithm)
+        and prompt.lookahead_tokens in (None, descriptor.lookahead_tokens)
     )
+
+
+def _naming_of(descriptor: NamespaceDescriptor) -> str:
+    ahead = descriptor.lookahead_tokens
+    behind = f", lookahead_tokens {ahead}" if ahead else ""
+    return f"{descriptor.block_tokens} ({descriptor.algorithm}{behind})"
 
 
 def _unclear(
     groups: Iterable[GroupKey], meant: Iterable[GroupKey], prompt: HashedPrompt
 ) -> InvalidRequest:
     """Return what is wrong with hashes that no group, or more than one, may have named."""
-    known = ", ".join(
-        f"{key.descriptor.block_tokens} ({key.descriptor.algorithm})" for key in groups
-    )
+    known = ", ".join(dict.fromkeys(_naming_of(key.descriptor) for key in groups))
     sizes = {key.descriptor.block_tokens for key in meant}
     algorithms = {key.descriptor.algorithm for key in meant}
+    lookaheads = {key.descriptor.lookahead_tokens for key in meant}
     if not sizes:
-        field = "algorithm" if prompt.block_tokens is None else "block_tokens"
+        given = ("block_tokens", "algorithm", "lookahead_tokens")
+        field = next((name for name in given if getattr(prompt, name) is not None), given[0])
         return InvalidRequest(field, f"no worker names blocks so; known block sizes: {known}")
     if len(sizes) > 1:
         return InvalidRequest("block_tokens", f"expected one of several block sizes: {known}")
     if len(algorithms) > 1:
         return InvalidRequest("algorithm", f"expected one of several: {known}")
+    if len(lookaheads) > 1:
+        return InvalidRequest("lookahead_tokens", f"expected one of several: {known}")
     return InvalidRequest("model", "its workers name blocks after several models: ask for one")

@@ -47,14 +47,15 @@ Amount = Annotated[int, Meta(ge=0, le=2**53)]
 class HashedPrompt(Struct, frozen=True):
     """A prompt by the packed hashes of its full blocks, which LoRA and salt are part of.
 
-    What is None follows from the workers that serve the model: `block_tokens` and `algorithm` if
-    all cut and name blocks alike, `num_tokens` as that of the blocks.
+    What is None follows from the workers that serve the model: `block_tokens`, `algorithm` and
+    `lookahead_tokens` if all cut and name blocks alike, `num_tokens` as what the blocks cover.
     """
 
     hashes: bytes
     block_tokens: int | None = None
     algorithm: HashAlgorithm | None = None
     num_tokens: int | None = None
+    lookahead_tokens: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -154,6 +155,8 @@ def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
+#: in the order of HashedPrompt
+_BESIDE_HASHES = ("block_tokens", "algorithm", "num_tokens", "lookahead_tokens")
 _HASH = re.compile(f"[0-9a-fA-F]{{{HASH_DIGITS}}}")
 _report_json = msgspec.json.Decoder(ReportBody)
 _report_msgpack = msgspec.msgpack.Decoder(ReportBody)
@@ -197,7 +200,7 @@ def decode_report(body: bytes, content_type: str) -> Report:
 def _tokens_request(
     parsed: ScoreBody | PackedScoreBody, field: str, tokens: bytes, settings: RouterSettings
 ) -> ScoreRequest:
-    _refuse(parsed, ("block_tokens", "algorithm", "num_tokens"), "expected beside hashes only")
+    _refuse(parsed, _BESIDE_HASHES, "expected beside hashes only")
     num_tokens = _num_tokens(field, tokens, settings)
     return ScoreRequest(
         parsed.model,
@@ -254,7 +257,7 @@ def _hashed_request(
         raise InvalidRequest(field, problem)
     if not hashes and parsed.num_tokens is None:
         raise InvalidRequest(field, "an empty prompt; one shorter than a block has num_tokens")
-    hashed = HashedPrompt(hashes, parsed.block_tokens, parsed.algorithm, parsed.num_tokens)
+    hashed = HashedPrompt(hashes, *(getattr(parsed, name) for name in _BESIDE_HASHES))
     # Of unknown blocks it is known that each has a token.
     least_tokens = hashed.num_blocks * (parsed.block_tokens or 1)
     _check_length(field, least_tokens, settings)

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvatlas.schemas.hashing import HashAlgorithm, Namespace, digest16
+from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS, HashAlgorithm, Namespace, digest16
 from kvatlas.schemas.ids import Name, Tier
 
 
@@ -16,10 +16,20 @@ class NamespaceDescriptor(Struct, frozen=True, array_like=True):
 
     block_tokens: Annotated[int, Meta(ge=1, le=65_536)]
     algorithm: HashAlgorithm = HashAlgorithm.xxh3_128
+    #: behind a block, that its name covers too (ADR-0024); since wire 102, readers before it take 0
+    #: and find nothing, because the roots differ
+    lookahead_tokens: Annotated[int, Meta(ge=0, le=MAX_LOOKAHEAD_TOKENS)] = 0
 
     def namespace(self, model: str, lora: str | None, cache_salt: str | None) -> Namespace:
         """Return the namespace of a request at such a worker."""
-        return Namespace(model, self.block_tokens, self.algorithm, lora, cache_salt)
+        return Namespace(
+            model, self.block_tokens, self.algorithm, lora, cache_salt, self.lookahead_tokens
+        )
+
+    def __str__(self) -> str:
+        """Return it for messages: `16 tokens, xxh3_128, lookahead 1`."""
+        ahead = f", lookahead {self.lookahead_tokens}" if self.lookahead_tokens else ""
+        return f"{self.block_tokens} tokens, {self.algorithm}{ahead}"
 
 
 class TierCapacity(Struct, frozen=True, array_like=True):
@@ -37,6 +47,11 @@ class Role(StrEnum):
     decode = "decode"
 
 
+#: trailing blocks of a match that an engine does not reuse; EAGLE-like drafting costs one
+MAX_UNREUSABLE_BLOCKS = 1_024
+UnreusableBlocks = Annotated[int, Meta(ge=0, le=MAX_UNREUSABLE_BLOCKS)]
+
+
 class WorkerInfo(Struct, frozen=True, array_like=True):
     """What WorkerUp says of an instance.
 
@@ -47,6 +62,8 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     counts up to its last reuse point only (ADR-0006). `p2p_address` (host:port) is where the
     engine's own transfer tier listens, which other engines can be told to pull from.
     `leasable_tiers` are those whose blocks peers can have; who does not say lends every tier.
+    `num_unreusable_trailing_blocks` of what it holds of a prompt are computed again: a match counts
+    that many blocks less (ADR-0024).
     """
 
     base_url: str
@@ -62,6 +79,7 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     ends_at_reuse_points: bool = False
     p2p_address: str = ""
     leasable_tiers: tuple[Tier, ...] = tuple(Tier)
+    num_unreusable_trailing_blocks: UnreusableBlocks = 0
 
     @property
     def model(self) -> str:

@@ -1,13 +1,14 @@
 """Block identity: a chain of 16-byte hashes under a namespace root.
 
-    root       = H over domain-tagged fields (algorithm, model, block size, LoRA, salt)
-    hash of i  = H(parent 16 B || tokens of block i as u32 LE || extras of block i)
+    root       = H over domain-tagged fields (algorithm, model, block size, lookahead, LoRA, salt)
+    hash of i  = H(parent 16 B || window of block i as u32 LE || extras of that window)
+    window     = the block's own tokens and the `lookahead_tokens` behind it (ADR-0024), mostly 0
 
 The parent of block 0 is the root.
 
 H is XXH3-128 (canonical, big-endian) or SHA-256 cut to 16 bytes. XXH3 resists accidents, SHA-256
-attackers; the algorithm is part of the root, so that the two never mix. Only full blocks have a
-hash. Called at the edge (sidecar, bridge) and by the router.
+attackers; the algorithm is part of the root, so that the two never mix. Only blocks whose window is
+full have a hash. Called at the edge (sidecar, bridge) and by the router.
 """
 
 import hashlib
@@ -25,6 +26,8 @@ from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidBlock
 
 MAX_BLOCK_TOKENS = 65_536
+#: engines look one token ahead, or one for each chained draft module
+MAX_LOOKAHEAD_TOKENS = 1_024
 _DOMAIN = b"kvatlas/1"
 _REUSE_POINT = b"kvatlas/reuse_point/1"
 
@@ -58,7 +61,7 @@ class Namespace(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who may share KV: equal namespaces and equal tokens give equal hashes.
 
     `cache_salt` separates tenants. It stays on the machine that computes the root: events carry
-    the root only.
+    the root only. `lookahead_tokens` are those behind a block that its KV depends on as well.
     """
 
     model: str
@@ -66,10 +69,14 @@ class Namespace(msgspec.Struct, frozen=True, omit_defaults=True):
     algorithm: HashAlgorithm = HashAlgorithm.xxh3_128
     lora: str | None = None
     cache_salt: str | None = None
+    lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise InvalidBlock(f"block_tokens {self.block_tokens} is not in 1..{MAX_BLOCK_TOKENS}")
+        if not 0 <= self.lookahead_tokens <= MAX_LOOKAHEAD_TOKENS:
+            problem = f"{self.lookahead_tokens} is not in 0..{MAX_LOOKAHEAD_TOKENS}"
+            raise InvalidBlock(f"lookahead_tokens {problem}")
 
     def root(self, fleet_key: bytes = b"") -> bytes:
         """Return the 16-byte parent of every first block.
@@ -82,6 +89,8 @@ class Namespace(msgspec.Struct, frozen=True, omit_defaults=True):
             (b"model", self.model.encode()),
             (b"block_tokens", struct.pack("<I", self.block_tokens)),
         ]
+        if self.lookahead_tokens:  # without it, roots are those of before there was any
+            fields.append((b"lookahead_tokens", struct.pack("<I", self.lookahead_tokens)))
         if self.lora is not None:
             fields.append((b"lora", self.lora.encode()))
         if self.cache_salt is None:
@@ -91,7 +100,7 @@ class Namespace(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlockHasher:
-    """Names the full blocks of prompts of one namespace."""
+    """Names the blocks of prompts of one namespace."""
 
     def __init__(self, namespace: Namespace, fleet_key: bytes = b"") -> None:
         self.namespace = namespace
@@ -104,19 +113,60 @@ class BlockHasher:
         parent: bytes | None = None,
         first_token: int = 0,
     ) -> bytes:
-        """Return the packed hashes of the full blocks of `tokens`; a partial tail has none.
+        """Return the packed hashes of the blocks of `tokens` that have a full window.
 
+        A partial tail has no hash, nor has a block whose lookahead is not among the tokens yet.
         `tokens` are a list of ids or packed u32 LE. `parent` continues a chain; then `first_token`
         is the prompt position of tokens[0], to which extras refer. Raises InvalidBlock.
         """
         packed = pack_tokens(tokens)
         block_bytes = 4 * self.namespace.block_tokens
-        ends = range(block_bytes, len(packed) + 1, block_bytes)
-        blocks = [packed[end - block_bytes : end] for end in ends]
-        tagged = _extras_by_block(extras, len(blocks), self.namespace.block_tokens, first_token)
+        window_bytes = block_bytes + 4 * self.namespace.lookahead_tokens
+        starts = range(0, len(packed) - window_bytes + 1, block_bytes)
+        windows = [packed[start : start + window_bytes] for start in starts]
+        return self._chain_windows(windows, extras, parent, first_token)
+
+    def chain_reported(
+        self,
+        tokens: bytes,
+        lookahead: bytes,
+        extras: Iterable[Extra] = (),
+        parent: bytes | None = None,
+        first_token: int = 0,
+    ) -> bytes:
+        """Return the packed hashes of whole blocks whose lookahead is given block by block.
+
+        `tokens` and `lookahead` are packed u32 LE: for each block `block_tokens` of the one and
+        `lookahead_tokens` of the other. Equal to `chain` of a prompt with these windows. Raises
+        InvalidBlock for lengths that do not belong together.
+        """
+        ahead_bytes = 4 * self.namespace.lookahead_tokens
+        if not ahead_bytes and not lookahead:
+            return self.chain(tokens, extras, parent, first_token)
+        block_bytes = 4 * self.namespace.block_tokens
+        num_blocks, rest = divmod(len(tokens), block_bytes)
+        if rest or len(lookahead) != num_blocks * ahead_bytes:
+            problem = f"{len(tokens)} bytes of tokens with {len(lookahead)} of lookahead"
+            raise InvalidBlock(f"{problem}, expected {ahead_bytes} for each {block_bytes}")
+        windows = [
+            tokens[block_bytes * n : block_bytes * (n + 1)]
+            + lookahead[ahead_bytes * n : ahead_bytes * (n + 1)]
+            for n in range(num_blocks)
+        ]
+        return self._chain_windows(windows, extras, parent, first_token)
+
+    def _chain_windows(
+        self,
+        windows: list[bytes],
+        extras: Iterable[Extra],
+        parent: bytes | None,
+        first_token: int,
+    ) -> bytes:
+        """Hash a chain of windows, each with its extras; `windows` is used up."""
+        tagged = _extras_by_block(extras, len(windows), self.namespace, first_token)
         for block, encoded in tagged.items():
-            blocks[block] += encoded
-        return chain_blocks(self.namespace.algorithm, parent or self.root, blocks)
+            windows[block] += encoded
+        return chain_blocks(self.namespace.algorithm, parent or self.root, windows)
 
 
 def chain_blocks(algorithm: HashAlgorithm, parent: bytes, blocks: Iterable[bytes]) -> bytes:
@@ -174,13 +224,14 @@ def _tagged(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _extras_by_block(
-    extras: Iterable[Extra], num_blocks: int, block_tokens: int, first_token: int
+    extras: Iterable[Extra], num_blocks: int, namespace: Namespace, first_token: int
 ) -> dict[int, bytes]:
-    """Encode each extra into every block that its span touches, at its offset in that block."""
+    """Encode each extra into every block whose window it touches, at its offset in that block."""
+    block_tokens, lookahead_tokens = namespace.block_tokens, namespace.lookahead_tokens
     tagged: dict[int, list[tuple[bytes, bytes]]] = {}
     for extra in sorted(extras):
         start = extra.offset - first_token
-        first = max(start // block_tokens, 0)
+        first = max((start - lookahead_tokens) // block_tokens, 0)
         last = (start + extra.length - 1) // block_tokens
         for block in range(first, min(last + 1, num_blocks)):
             position = struct.pack("<q", start - block * block_tokens)

@@ -15,11 +15,14 @@ from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.ids import InstanceId, Name, Rank, Tier
 
 #: major * 100 + minor. Readers refuse a newer major and accept every minor of theirs.
-WIRE_VERSION = 101
+WIRE_VERSION = 102
 #: the oldest minor that a publisher can be told to write, for readers that know no newer one
 OLDEST_WIRE_VERSION = 100
 #: the first with NamespacesMuted; writers of an older one say Doubted instead
 MUTED_WIRE_VERSION = 101
+#: the first with lookahead and with blocks that are held and not reused; writers of an older one
+#: say Doubted about the latter
+LOOKAHEAD_WIRE_VERSION = 102
 
 #: ms since 1970 or a little more; nothing far in the future, which no later epoch could pass
 Epoch = Annotated[int, Meta(ge=1, le=2**44)]
@@ -96,6 +99,7 @@ class NamespaceSeen(Struct, frozen=True, array_like=True, tag="namespace", gc=Fa
     algorithm: HashAlgorithm
     lora: str | None = None
     salted: bool = False
+    lookahead_tokens: int = 0
 
 
 class Resync(Struct, frozen=True, array_like=True, tag="resync", gc=False):

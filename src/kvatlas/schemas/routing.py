@@ -118,6 +118,7 @@ class ChainGroup(Struct, frozen=True):
     lora: str | None = None
     salted: bool = False
     chain: bytes = b""
+    lookahead_tokens: int = 0
 
 
 class Decision(Struct, frozen=True):

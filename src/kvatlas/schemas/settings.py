@@ -16,6 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.fleet import NamespaceDescriptor
+from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.known_names import near_name
 from kvatlas.schemas.kv_events import OLDEST_WIRE_VERSION, WIRE_VERSION
 
@@ -35,6 +37,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 WireVersion = Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)]
+BlockHash = Annotated[str, Meta(pattern="^(xxh3|sha256)$")]
+_ALGORITHMS = {"xxh3": HashAlgorithm.xxh3_128, "sha256": HashAlgorithm.sha256_128}
 #: the names of router/policies
 PolicyName = Annotated[
     str, Meta(pattern="^(predicted_ttft|round_robin|random|least_loaded|power_of_two)$")
@@ -77,9 +81,21 @@ class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     #: hex; keys the roots of salted namespaces. Members with different keys never match salted KV
     key: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", title="hex digits, two a byte")] = ""
+    #: how blocks are named: `xxh3` is several times as fast, with `sha256` nobody can choose two
+    #: prompts of one name (ADR-0025). Members that differ never match
+    block_hash: BlockHash = "xxh3"
     #: minor of the wire that workers write. The newest tells most; while readers of an older
     #: release run, theirs: they skip what they do not know, and may call too much exact (ADR-0012)
     wire_version: WireVersion = WIRE_VERSION
+
+    @property
+    def hash_algorithm(self) -> HashAlgorithm:
+        """The algorithm that `block_hash` stands for."""
+        return _ALGORITHMS[self.block_hash]
+
+    def descriptor(self, block_tokens: int, lookahead_tokens: int = 0) -> NamespaceDescriptor:
+        """Return how a member with blocks of this size names them."""
+        return NamespaceDescriptor(block_tokens, self.hash_algorithm, lookahead_tokens)
 
     @property
     def key_bytes(self) -> bytes:

@@ -5,6 +5,7 @@ store with tokens --parent known--> names --> the runs of it that are news are t
 """
 
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
+from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.worker_hooks.held_blocks import HeldBlocks
 from kvatlas.worker_hooks.parking import Parking
@@ -28,18 +29,23 @@ class BlockNames:
         telling: Telling,
         pooled: PooledBlocks | None,
         *,
-        block_tokens: int,
+        descriptor: NamespaceDescriptor,
         include_tokens: bool,
         max_parked_bytes: int,
     ) -> None:
         self._held, self._usable = held, usable
         self._telling, self._pooled = telling, pooled
-        self._block_bytes, self._include_tokens = 4 * block_tokens, include_tokens
+        self._block_bytes, self._include_tokens = 4 * descriptor.block_tokens, include_tokens
+        self._lookahead_bytes = 4 * descriptor.lookahead_tokens
         self._parking = Parking(max_parked_bytes)
 
     def fits(self, event: RawStored) -> bool:
-        """Return whether a store has the tokens of as many blocks as it has engine hashes."""
-        return len(event.tokens) == self._block_bytes * len(event.engine_hashes)
+        """Return whether a store has the windows of as many blocks as it has engine hashes."""
+        num_blocks = len(event.engine_hashes)
+        return (
+            len(event.tokens) == self._block_bytes * num_blocks
+            and len(event.lookahead) == self._lookahead_bytes * num_blocks
+        )
 
     def name(self, event: RawStored) -> None:
         """Name the blocks of a store that fits, and those of all that waited for them."""
@@ -70,7 +76,9 @@ class BlockNames:
             else:
                 self._park(event)
                 return False
-        chain = hasher.chain(event.tokens, event.extras, parent, event.first_token)
+        chain = hasher.chain_reported(
+            event.tokens, event.lookahead, event.extras, parent, event.first_token
+        )
         self._name_blocks(event, root, parent, chain)
         return True
 

@@ -1,7 +1,9 @@
 """What readers have to know before equal digests make us exact: a doubt, muted namespaces.
 
 whoever listens has missed something --.
-blocks of another size (misfits.py) ---+--> doubt          --> Doubted
+blocks cut otherwise (misfits.py) -----+
+fields of events that nobody reads ----+--> doubt          --> Doubted
+held and not reused, before wire 102 --+
 muted, for readers before wire 101 ----'
 muted                                                      --> NamespacesMuted (ADR-0012)
 """
@@ -12,13 +14,23 @@ from kvatlas.schemas.kv_events import Doubted, KvEvent, NamespacesMuted
 from kvatlas.worker_hooks.misfits import Misfits
 from kvatlas.worker_hooks.telling import Telling
 
+#: names of unread fields that a doubt lists
+MAX_FIELDS = 8
+
 
 class Caveats:
     """Why one instance is not to be taken for exact. Who changes its misfits calls `tell_doubt`."""
 
-    def __init__(self, telling: Telling, misfits: Misfits, *, tells_mutes: bool) -> None:
+    def __init__(
+        self, telling: Telling, misfits: Misfits, *, tells_mutes: bool, standing_doubt: str = ""
+    ) -> None:
         """Without `tells_mutes`, readers that know no NamespacesMuted are told by a doubt."""
         self._telling, self._misfits, self._tells_mutes = telling, misfits, tells_mutes
+        self._standing_doubt = standing_doubt
+        #: fields of the engine's events that may change what a block is, and that nobody reads;
+        #: ends with the engine
+        self._unread_fields: dict[str, None] = {}
+        self._has_more_fields = False
         #: why whoever listens doubts; and what the fleet has been told, with our own reason
         self._said_doubt = self.doubt = ""
         #: why namespaces are muted, as long as some are
@@ -33,11 +45,25 @@ class Caveats:
     def restart(self) -> None:
         """Doubt nothing of what was said before; the new epoch is told without it."""
         self._said_doubt = ""
+        self._unread_fields.clear()
+        self._has_more_fields = False
         self._put_doubt()
 
     def doubt_for(self, reason: str) -> None:
         """Tell what whoever listens says; without a reason it is taken back."""
         self._said_doubt = reason
+        self.tell_doubt()
+
+    def doubt_fields(self, names: Iterable[str]) -> None:
+        """Note fields that nobody reads, and tell it if one of them is new."""
+        news = [name for name in names if name not in self._unread_fields]
+        if not news or self._has_more_fields:
+            return
+        for name in news:
+            if len(self._unread_fields) < MAX_FIELDS:
+                self._unread_fields[name] = None
+            else:
+                self._has_more_fields = True
         self.tell_doubt()
 
     def tell_doubt(self) -> None:
@@ -71,7 +97,20 @@ class Caveats:
 
     def _put_doubt(self) -> None:
         muted = "" if self._tells_mutes else self._muted_in_words()
-        self.doubt = "; ".join(filter(None, (self._said_doubt, self._misfits.reason, muted)))
+        parts = (
+            *(self._said_doubt, self._misfits.reason, self._unread_in_words()),
+            *(self._standing_doubt, muted),
+        )
+        self.doubt = "; ".join(filter(None, parts))
+
+    def _unread_in_words(self) -> str:
+        if not self._unread_fields:
+            return ""
+        names = ", ".join(self._unread_fields) + (" and more" if self._has_more_fields else "")
+        return (
+            f"the engine's events have fields that this version does not read and that may "
+            f"change what a block is: {names}; upgrade what runs beside the engine"
+        )
 
     def _muted_in_words(self) -> str:
         """Return which namespaces are muted, for readers that know no NamespacesMuted."""

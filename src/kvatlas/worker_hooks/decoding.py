@@ -8,7 +8,7 @@ Pure; `kvatlas decode` prints the story and the report.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
@@ -88,15 +88,17 @@ class Decoding:
 
     def story(self) -> Iterator[str]:
         """Yield a line for everything that an event became, and for what became nothing."""
-        sizes = _block_sizes(self._frames, self._options, self._worker_of)
+        windows = _windows(self._frames, self._options, self._worker_of)
         for frame in self._frames:
             name = self._worker_of(frame)
             worker = self._workers.get(name)
             if worker is None:
                 model = self._options.model or names_of(frame.topic)[1] or "unnamed"
-                size = sizes.get(name, _ANY_BLOCK_TOKENS)
-                worker = self._workers[name] = _Worker(name, model, size, self._options)
-                yield f"{name}: model {model}, blocks of {size} tokens"
+                window = windows.get(name) or _Window(
+                    self._options.block_tokens or _ANY_BLOCK_TOKENS
+                )
+                worker = self._workers[name] = _Worker(name, model, window, self._options)
+                yield f"{name}: model {model}, blocks of {window.in_words()}"
             yield from self._frame(worker, frame)
         self._sum_up()
 
@@ -198,11 +200,12 @@ class Decoding:
         if isinstance(event, RawStored):
             self.counts.stored += len(event.engine_hashes)
             self.counts.stored_events += 1
-            if event.tokens and len(event.tokens) != worker.block_bytes * len(event.engine_hashes):
+            if event.tokens and (found := _window_of(event)) != worker.window:
                 # held, whatever it is; the edge would take it for a contradiction
-                self._rejected["block_size"] += 1
-                found = len(event.tokens) // 4 // len(event.engine_hashes)
-                yield f"rejected (block_size): tokens of blocks of {found}, held without a name"
+                has_size = found.block_tokens == worker.window.block_tokens
+                kind = "lookahead" if has_size else "block_size"
+                self._rejected[kind] += 1
+                yield f"rejected ({kind}): blocks of {found.in_words()}, held without a name"
                 event = _without_tokens(event)
         self.counts.cleared += isinstance(event, RawCleared)
         before = _snapshot(edge)
@@ -243,11 +246,12 @@ class _Stream(Struct, frozen=True):
 class _Worker:
     """An engine with its ranks; they have their groups in common."""
 
-    def __init__(self, name: str, model: str, block_tokens: int, options: DecodeOptions) -> None:
-        self.name, self._model = name, model
-        self._descriptor = NamespaceDescriptor(block_tokens)
-        self.block_bytes = 4 * block_tokens
-        self.adapter: EngineAdapter = adapter_of(options.engine, block_tokens)
+    def __init__(self, name: str, model: str, window: "_Window", options: DecodeOptions) -> None:
+        self.name, self._model, self.window = name, model, window
+        self._descriptor = NamespaceDescriptor(
+            window.block_tokens, lookahead_tokens=window.lookahead_tokens
+        )
+        self.adapter: EngineAdapter = adapter_of(options.engine, window.block_tokens)
         self.edges: dict[int, Edge] = {}
         self._groups: dict[int, RawGroupSeen] = {}
 
@@ -273,20 +277,34 @@ def _without_tokens(event: RawStored) -> RawStored:
     return RawStored(event.engine_hashes, event.parent, b"", event.tier, group=event.group)
 
 
-def _block_sizes(
+class _Window(NamedTuple):
+    """What of a prompt a block's name covers."""
+
+    block_tokens: int
+    lookahead_tokens: int = 0
+
+    def in_words(self) -> str:
+        ahead = f" and {self.lookahead_tokens} behind them" if self.lookahead_tokens else ""
+        return f"{self.block_tokens} tokens{ahead}"
+
+
+def _window_of(event: RawStored) -> _Window:
+    """Return the window of the blocks of a store with tokens."""
+    num_blocks = len(event.engine_hashes)
+    return _Window(len(event.tokens) // 4 // num_blocks, len(event.lookahead) // 4 // num_blocks)
+
+
+def _windows(
     frames: Sequence[Frame], options: DecodeOptions, worker_of: Callable[[Frame], str]
-) -> dict[str, int]:
-    """Return each worker's block size: that of the most blocks told with their tokens.
+) -> dict[str, _Window]:
+    """Return each worker's window: that of the most blocks told with their tokens.
 
     Windowed groups count only where nothing else is told.
     """
     adapters: dict[str, EngineAdapter] = {}
-    found: dict[str, Counter[int]] = {}
+    found: dict[str, Counter[_Window]] = {}
     for frame in frames:
         name = worker_of(frame)
-        if options.block_tokens is not None:
-            found[name] = Counter([options.block_tokens])
-            continue
         adapter = adapters.setdefault(name, adapter_of(options.engine))
         try:
             events = adapter.decode(frame.payload).events
@@ -294,10 +312,15 @@ def _block_sizes(
             continue
         for event in events:
             if isinstance(event, RawStored) and event.tokens and event.engine_hashes:
-                size = len(event.tokens) // 4 // len(event.engine_hashes)
-                if 1 <= size <= MAX_BLOCK_TOKENS:
-                    found.setdefault(name, Counter())[size] += len(event.engine_hashes)
-    return {name: max(sizes, key=lambda size: (sizes[size], size)) for name, sizes in found.items()}
+                window = _window_of(event)
+                if options.block_tokens is not None:
+                    window = window._replace(block_tokens=options.block_tokens)
+                if 1 <= window.block_tokens <= MAX_BLOCK_TOKENS:
+                    found.setdefault(name, Counter())[window] += len(event.engine_hashes)
+    return {
+        name: max(windows, key=lambda window: (windows[window], window))
+        for name, windows in found.items()
+    }
 
 
 def _snapshot(edge: Edge) -> tuple[int, int, int, int, int]:

@@ -63,8 +63,12 @@ class Edge:
         counts_copies: bool = False,
         has_pool: bool = False,
         tells_mutes: bool = True,
+        standing_doubt: str = "",
     ) -> None:
-        """Without `tells_mutes`, readers that know no NamespacesMuted are told by a doubt."""
+        """Without `tells_mutes`, readers that know no NamespacesMuted are told by a doubt.
+
+        `standing_doubt` is why the instance is never exact, whatever happens.
+        """
         self.block_tokens = descriptor.block_tokens
         self._groups = KvGroups(groups, self.block_tokens)
         self._held = HeldBlocks(self._groups, counts_copies=counts_copies, finds_names=has_pool)
@@ -77,12 +81,14 @@ class Edge:
             self._usable,
             self._telling,
             self._pooled,
-            block_tokens=self.block_tokens,
+            descriptor=descriptor,
             include_tokens=include_tokens,
             max_parked_bytes=max_parked_bytes,
         )
-        self._misfits = Misfits(self.block_tokens)
-        self._caveats = Caveats(self._telling, self._misfits, tells_mutes=tells_mutes)
+        self._misfits = Misfits(descriptor)
+        self._caveats = Caveats(
+            self._telling, self._misfits, tells_mutes=tells_mutes, standing_doubt=standing_doubt
+        )
 
     def begin_epoch(self) -> None:
         """Tell every namespace again, as the first of its blocks comes."""
@@ -150,6 +156,10 @@ class Edge:
         return self._telling.take()
 
     # --- what is not exact ------------------------------------------------------------------
+
+    def doubt_fields(self, names: Iterable[str]) -> None:
+        """Be doubtful until the engine restarts: its events have fields that nobody here reads."""
+        self._caveats.doubt_fields(names)
 
     @property
     def doubt(self) -> str:

@@ -13,6 +13,7 @@ from kvatlas.worker_hooks.raw_events import (
     RawListed,
     RawRemoved,
     RawStored,
+    RawStoredAhead,
     encode_raw,
 )
 from kvatlas.worker_hooks.ring import RingWriter
@@ -63,17 +64,22 @@ class WorkerHook:
         extras: Sequence[Extra] = (),
         first_token: int = 0,
         group: int = 0,
+        lookahead: bytes | Sequence[int] = b"",
     ) -> None:
-        """Report blocks of one chain, with their tokens (ids, or packed u32 LE)."""
+        """Report blocks of one chain, with their tokens (ids, or packed u32 LE).
+
+        An engine whose blocks depend on tokens behind them gives those of each block in `lookahead`
+        (ADR-0024).
+        """
         try:
             packed = tokens if type(tokens) is bytes else pack_tokens(tokens)
+            ahead = lookahead if type(lookahead) is bytes else pack_tokens(lookahead)
             hashes, tagged = tuple(engine_hashes), tuple(extras)
         except (InvalidBlock, TypeError):
             self.num_rejected += 1
             return
-        self._append(
-            RawStored(hashes, parent, packed, tier, lora, cache_salt, tagged, first_token, group)
-        )
+        fields = hashes, parent, packed, tier, lora, cache_salt, tagged, first_token, group
+        self._append(RawStoredAhead(*fields, ahead) if ahead else RawStored(*fields))
 
     def removed(
         self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.hbm, group: int = 0

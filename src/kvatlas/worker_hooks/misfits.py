@@ -1,7 +1,8 @@
-"""Blocks that an engine holds and cuts otherwise than we were told: nothing of ours names them."""
+"""Blocks that an engine holds and cuts or names otherwise than configured: they get no name."""
 
 from collections.abc import Iterable
 
+from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.worker_hooks.raw_events import EngineHash, RawStored
 
 #: more are not told apart, and then only the end of all of them ends the doubt
@@ -11,17 +12,19 @@ MAX_SHORT = 1024
 
 
 class Misfits:
-    """Notes stores of blocks of another size, and why that makes the instance doubtful.
+    """Notes stores of blocks of another window, and why that makes the instance doubtful.
 
-    `reason` names both sizes and the flag; empty while nothing is wrong. It stays until a block of
-    the right size comes while no misfit is held. Copies of a block are not counted.
+    A window has a size and a lookahead. `reason` names both values and the flag; empty while
+    nothing is wrong. It stays until a block of the right window comes while no misfit is held.
+    Copies of a block are not counted.
 
     A block that came alone and is shorter than told may be the last one of a prompt, which is no
     misfit; once another one follows it, it was a whole one.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, descriptor: NamespaceDescriptor) -> None:
+        self._block_tokens = descriptor.block_tokens
+        self._lookahead_tokens = descriptor.lookahead_tokens
         #: (engine hash, holder bit) of those held
         self._held: set[tuple[EngineHash, int]] = set()
         #: whether some held ones had no room
@@ -36,9 +39,13 @@ class Misfits:
         return {engine_hash for engine_hash, _ in self._held}
 
     def take(self, event: RawStored, bit: int) -> None:
-        """Note a store that does not fit, if whole blocks of another size explain it."""
-        found, rest = divmod(len(event.tokens), 4 * len(event.engine_hashes) or 1)
-        if rest or found in (0, self._block_tokens) or not event.engine_hashes:
+        """Note a store that does not fit, if whole blocks of another window explain it."""
+        num_blocks = len(event.engine_hashes)
+        found, rest = divmod(len(event.tokens), 4 * num_blocks or 1)
+        if rest or not found or not num_blocks:
+            return
+        if found == self._block_tokens:
+            self._take_lookahead(event, bit)
             return
         whole = event.engine_hashes
         if len(whole) == 1 and found < self._block_tokens:
@@ -52,6 +59,18 @@ class Misfits:
         self.reason = self.reason or (
             f"the engine's blocks{group} have {found} tokens, told were {self._block_tokens}: "
             f"start the bridge or sidecar with --block-tokens {found}"
+        )
+
+    def _take_lookahead(self, event: RawStored, bit: int) -> None:
+        """Note a store whose blocks cover another number of tokens behind them."""
+        found, rest = divmod(len(event.lookahead), 4 * len(event.engine_hashes))
+        if rest:
+            return
+        for engine_hash in event.engine_hashes:
+            self._hold(engine_hash, bit)
+        self.reason = self.reason or (
+            f"the engine's block hashes cover {found} tokens behind a block, configured are "
+            f"{self._lookahead_tokens}: start the bridge or sidecar with --lookahead-tokens {found}"
         )
 
     def _remember_short(self, engine_hash: EngineHash) -> None:

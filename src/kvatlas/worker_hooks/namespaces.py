@@ -53,6 +53,7 @@ class Namespaces:
                 self._descriptor.algorithm,
                 lora,
                 cache_salt is not None,
+                self._descriptor.lookahead_tokens,
             )
         return hasher
 

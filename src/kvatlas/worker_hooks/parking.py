@@ -67,4 +67,5 @@ class Parking:
 def _num_bytes(event: RawStored) -> int:
     text = len(event.lora or "") + len(event.cache_salt or "")
     text += sum(_FIXED_BYTES + len(extra.kind) + len(extra.id) for extra in event.extras)
+    text += len(event.lookahead)
     return _FIXED_BYTES + len(event.tokens) + 40 * len(event.engine_hashes) + text

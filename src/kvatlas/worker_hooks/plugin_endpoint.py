@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.fleet import UnreusableBlocks
+from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
 
 SCHEMES = ("nats", "tls", "ws", "wss")
 
@@ -25,6 +27,10 @@ class PluginEndpoint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model: str = ""
     base_url: str = ""
     block_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    #: tokens behind a block that its hash covers, and blocks at the end of a match that are
+    #: computed again (ADR-0024); vLLM's plugin reads both from the engine
+    lookahead_tokens: Annotated[int, Meta(ge=0, le=MAX_LOOKAHEAD_TOKENS)] | None = None
+    unreusable_blocks: UnreusableBlocks | None = None
     #: 32 hex digits; without it nothing is pulled from here or to here
     kv_fingerprint: Annotated[str, Meta(pattern="^([0-9a-fA-F]{32})?$")] = ""
     p2p_address: str = ""

@@ -37,6 +37,24 @@ class RawStored(Struct, frozen=True, array_like=True, tag="stored", gc=False):
     first_token: _Position = 0
     group: int = 0
 
+    @property
+    def lookahead(self) -> bytes:
+        """The tokens behind each block that its hash covers; see RawStoredAhead."""
+        return b""
+
+
+class RawStoredAhead(RawStored, frozen=True, array_like=True, tag="stored_ahead", gc=False):
+    """The same of an engine whose hashes cover tokens behind a block (ADR-0024).
+
+    `ahead` has, for each block in turn, equally many of these as u32 LE.
+    """
+
+    ahead: bytes = b""
+
+    @property
+    def lookahead(self) -> bytes:
+        return self.ahead
+
 
 class RawRemoved(Struct, frozen=True, array_like=True, tag="removed", gc=False):
     """The engine no longer holds blocks in a tier."""
@@ -113,6 +131,7 @@ class RawEngineBatch(Struct, frozen=True, array_like=True, tag="engine", gc=Fals
 
 RawEvent = (
     RawStored
+    | RawStoredAhead
     | RawRemoved
     | RawCleared
     | RawListed

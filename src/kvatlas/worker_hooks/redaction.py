@@ -26,6 +26,8 @@ from kvatlas.worker_hooks.engines.objects import is_json
 #: a byte that is no msgpack: what cannot be read is counted later and gives nothing away
 UNREADABLE = b"\xc1"
 _TOKEN_KEYS = frozenset(["token_ids", "tokens"])
+#: lists of tokens that lie behind blocks, one a block
+_LOOKAHEAD_KEYS = frozenset(["lookahead_token_ids"])
 #: the engine's own hashes, in lists and one by one
 _HASHES_KEYS = frozenset(["block_hashes", "seq_hashes", "entries"])
 _HASH_KEYS = frozenset(
@@ -65,6 +67,7 @@ _KEYS_OF_KIND = {
     "word": _WORD_KEYS,
     "name": _NAME_KEYS,
     "extra": _EXTRA_KEYS,
+    "lookahead": _LOOKAHEAD_KEYS,
 }
 _KNOWN_KEYS = _EMPTIED_KEYS.union(_TOKEN_KEYS, _OPENED_KEYS, *_KEYS_OF_KIND.values())
 #: words that only say what stands beside them
@@ -84,14 +87,14 @@ _STORED_TOKENS = 3
 #: position in an array event -> how the field that vLLM has there is redacted; other engines have
 #: text of a request at some of them
 _STORED = {1: "hashes", 2: "hash", 4: "number", 5: "number", 6: "word", 8: "extra", 9: "number",
-           10: "word", 11: "number", 12: "word", 13: "word"}  # fmt: skip
+           10: "word", 11: "number", 12: "word", 13: "word", 15: "lookahead"}  # fmt: skip
 _REMOVED = {1: "hashes", 2: "word", 3: "number", 4: "word", 5: "word"}
 #: bytes of a digest; random ones are hardly ever all ASCII
 _DIGEST_SIZES = frozenset([8, 16, 20, 28, 32, 48, 64])
 _HEX_DIGEST = re.compile(r"(0x)?[0-9A-Fa-f]{8,128}")
 _NAME = re.compile(r"[\w.:/@+-]{1,256}")
 #: events of our own log -> how many of their leading fields hold no text of a request
-_OWN_KEPT = {"stored": 5, "removed": 4, "cleared": 2, "down": 2, "namespace": 7, "resync": 3}
+_OWN_KEPT = {"stored": 5, "removed": 4, "cleared": 2, "down": 2, "namespace": 8, "resync": 3}
 _OWN_KEPT |= {"doubted": 2, "inventory": 7, "digest": 4}
 #: of a namespace: the adapter
 _OWN_LORA = 5
@@ -193,6 +196,8 @@ class Redactor:
                 return self._opened(value)
             case "levels" if isinstance(value, list):
                 return [self._number(one) for one in value[:NUM_TIERS]]
+            case "lookahead" if isinstance(value, list):
+                return [self.tokens(each, 0) for each in value]
             case "extra":
                 return self._extra(value)
             case _:

@@ -14,7 +14,7 @@ from kvatlas.schemas.errors import InvalidSetting, MalformedBatch, MalformedEven
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import BlockRemoved, BlockStored, KvEvent, WorkerUp
 from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.engines.adapter import EngineAdapter
+from kvatlas.worker_hooks.engines.adapter import UNKNOWN_FIELD, EngineAdapter
 from kvatlas.worker_hooks.engines.registry import adapter_of
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgets, NamespaceBudgetSettings
 from kvatlas.worker_hooks.outbox import Outbox
@@ -260,4 +260,6 @@ class Reporter:
             )
         decoded = adapter.decode(batch.payload)
         self._rejected.update(rejected.kind for rejected in decoded.rejected)
+        if unread := [each.reason for each in decoded.rejected if each.kind == UNKNOWN_FIELD]:
+            self._edge.doubt_fields(unread)
         return decoded.events

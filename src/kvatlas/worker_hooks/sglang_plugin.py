@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
-from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.worker_hooks.beside_engine import BesideEngine, default_worker, plugin_settings
 from kvatlas.worker_hooks.plugin_endpoint import parse_endpoint
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
@@ -104,7 +103,8 @@ def sidecar_options(endpoint: str, rank: int) -> SidecarOptions:
         model=str(model),
         adapters=said.adapters_of(str(model)),
         base_url=said.base_url or _base_url(engine),
-        descriptor=NamespaceDescriptor(int(block_tokens or 0)),
+        descriptor=settings.fleet.descriptor(int(block_tokens or 0), said.lookahead_tokens or 0),
+        num_unreusable_trailing_blocks=said.unreusable_blocks or 0,
         kv_fingerprint=bytes.fromhex(said.kv_fingerprint),
         p2p_address=said.p2p_address,
         include_tokens=said.include_tokens,

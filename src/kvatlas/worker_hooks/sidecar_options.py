@@ -15,11 +15,12 @@ from kvatlas.schemas.fleet import (
     NamespaceDescriptor,
     Role,
     TierCapacity,
+    UnreusableBlocks,
     WorkerInfo,
     host_and_port,
 )
 from kvatlas.schemas.ids import MAX_NAME_CHARACTERS, InstanceId, Name, Rank, Tier
-from kvatlas.schemas.kv_events import WIRE_VERSION
+from kvatlas.schemas.kv_events import LOOKAHEAD_WIRE_VERSION, WIRE_VERSION
 from kvatlas.schemas.settings import ReportingSettings, Settings, WireVersion
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 
@@ -58,6 +59,8 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     adapters: dict[str, str] = field(default_factory=dict)
     base_url: str = ""
     descriptor: NamespaceDescriptor
+    #: blocks at the end of a match that the engine computes again, see WorkerInfo
+    num_unreusable_trailing_blocks: UnreusableBlocks = 0
     #: KV groups that full-prefix reuse needs
     groups: tuple[int, ...] = (0,)
     role: Role = Role.both
@@ -172,6 +175,18 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
             versions={"kvatlas": __version__, **self.versions},
             p2p_address=self.p2p_address,
             leasable_tiers=self.leasable_tiers,
+            num_unreusable_trailing_blocks=self.num_unreusable_trailing_blocks,
+        )
+
+    @property
+    def standing_doubt(self) -> str:
+        """Why no reader may call the instance exact: it holds more than it reuses, unsaid."""
+        num_blocks = self.num_unreusable_trailing_blocks
+        if not num_blocks or self.wire_version >= LOOKAHEAD_WIRE_VERSION:
+            return ""
+        return (
+            f"the engine computes the last {num_blocks} matched blocks again, and readers of wire "
+            f"{self.wire_version} do not know that"
         )
 
 

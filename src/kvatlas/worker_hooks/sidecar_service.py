@@ -111,6 +111,7 @@ class Sidecar:
             counts_copies=options.counts_copies,
             has_pool=options.tells_pool,
             tells_mutes=options.wire_version >= MUTED_WIRE_VERSION,
+            standing_doubt=options.standing_doubt,
         )
         up = WorkerUp(options.worker_info())
         self._outbox = Outbox(

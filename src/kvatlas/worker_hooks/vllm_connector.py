@@ -133,6 +133,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._orders = Orders()
         # worker's side
         self._layers: LayerMemory | None = None
+        #: as registered; kept while the engine sleeps, for then only its memory goes
+        self._kv_caches: dict[str, Any] | None = None
         self._slots: PoolSlots | None = None
         self._loads: Loads | None = None
         #: of the sidecar that slots and loads are of
@@ -276,9 +278,29 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker's side ------------------------------------------------------------------------
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """The engine's KV may move while it sleeps: it is looked up by tensor, never by address."""
+        return True
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if not self._is_idle:
+            self._kv_caches = kv_caches
             self._layers = LayerMemory(kv_caches, self._num_blocks)
+
+    def unregister_kv_caches(self) -> None:
+        """Hold none of the engine's KV memory, before it sleeps. Idempotent.
+
+        Loads have been drained by then; one that has not counts as lost, and its blocks are
+        computed. What the serve pool has stays lent: it is memory of its own.
+        """
+        self._end_loads()
+        self._layers = None
+
+    def restore_kv_caches(self) -> None:
+        """Take the engine's KV memory again, after it has woken up. Idempotent."""
+        if self._layers is None and self._kv_caches is not None:
+            self._layers = LayerMemory(self._kv_caches, self._num_blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._orders_now()
@@ -363,12 +385,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the slots, as soon as the sidecar has made the pool."""
         if beside is not None and beside.generation != self._generation:
             self._generation, self._slots = beside.generation, None
-            if self._loads is not None:
-                self._loads.close()
-                self._lost_loads |= self._loads.finished()
-                self._lost_blocks |= self._loads.failed()
-                self._outcomes.add(self._loads.outcomes())
-                self._loads = None
+            self._end_loads()
         if self._slots is None and beside is not None and beside.pool_path:
             try:
                 pool = ServePool.attach(Path(beside.pool_path))
@@ -376,9 +393,18 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 return None
             if self._layers is not None and pool.block_bytes != self._layers.block_bytes:
                 _log.error("kvatlas: the pool's blocks are of another size than the engine's")
-                self._layers = None
+                self._layers = self._kv_caches = None
             self._slots = _slots_here[beside.pool_path] = PoolSlots(pool)
         return self._slots
+
+    def _end_loads(self) -> None:
+        """Keep what became of the loads under way, and none of them."""
+        if self._loads is not None:
+            self._loads.close()
+            self._lost_loads |= self._loads.finished()
+            self._lost_blocks |= self._loads.failed()
+            self._outcomes.add(self._loads.outcomes())
+            self._loads = None
 
     def _loads_beside(self, beside: Beside | None) -> Loads | None:
         slots, layers = self._slots_beside(beside), self._layers

@@ -73,11 +73,12 @@ class Fleet:
         model: str = MODEL,
         block_tokens: int = 16,
         algorithm: HashAlgorithm = HashAlgorithm.xxh3_128,
+        lookahead_tokens: int = 0,
         epoch: int = 1,
         **info: Any,
     ) -> InstanceId:
         instance = InstanceId(worker, rank)
-        descriptor = NamespaceDescriptor(block_tokens, algorithm)
+        descriptor = NamespaceDescriptor(block_tokens, algorithm, lookahead_tokens)
         info.setdefault("kv_fingerprint", FINGERPRINT)
         models = info.pop("models", (model,))
         self._infos[instance] = WorkerInfo(f"http://{worker}", models, descriptor, **info)

@@ -27,6 +27,8 @@ class Observed(NamedTuple):
     first_blocks: tuple[tuple[bytes, EngineHash], ...] = ()
     #: tokens of a whole block, where the batch makes sure of it
     block_tokens: int = 0
+    #: tokens behind a block that its hash covers, of the batch's last store with tokens
+    lookahead_tokens: int | None = None
 
 
 class PageSize:
@@ -85,6 +87,7 @@ class PayloadReader:
             return Observed()
         self.num_rejected += len(decoded.rejected)
         num_stored = num_removed = block_tokens = 0
+        lookahead_tokens: int | None = None
         is_cleared = False
         first_blocks = []
         for event in decoded.events:
@@ -92,6 +95,8 @@ class PayloadReader:
                 case RawStored(tier=Tier.hbm):
                     num_stored += len(event.engine_hashes)
                     block_tokens = self._sure_tokens(event) or block_tokens
+                    if event.tokens:
+                        lookahead_tokens = len(event.lookahead) // 4 // len(event.engine_hashes)
                     if event.parent is None and event.tokens and event.lora is None:
                         first_blocks.append(_first_block(event))
                 case RawRemoved(tier=Tier.hbm):
@@ -101,7 +106,10 @@ class PayloadReader:
                     is_cleared = True
                 case _:
                     pass
-        return Observed(num_stored, num_removed, is_cleared, tuple(first_blocks), block_tokens)
+        return Observed(
+            *(num_stored, num_removed, is_cleared, tuple(first_blocks)),
+            *(block_tokens, lookahead_tokens),
+        )
 
     def _sure_tokens(self, event: RawStored) -> int:
         return _block_tokens(event) if self._page_size is None else self._page_size.take(event)
@@ -115,7 +123,9 @@ def _block_tokens(event: RawStored) -> int:
 
 def _first_block(event: RawStored) -> tuple[bytes, EngineHash]:
     tokens = event.tokens[: len(event.tokens) // len(event.engine_hashes)]
-    content = repr((tokens, event.cache_salt, event.extras, event.group)).encode()
+    # what lies behind a block may be a part of its hash, and then of what tells it from another
+    ahead = event.lookahead[: len(event.lookahead) // len(event.engine_hashes)]
+    content = repr((tokens, ahead, event.cache_salt, event.extras, event.group)).encode()
     return xxhash.xxh3_128_digest(content), event.engine_hashes[0]
 
 

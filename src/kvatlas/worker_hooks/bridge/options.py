@@ -5,6 +5,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.fleet import UnreusableBlocks
+from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.sidecar_options import Seconds, check_name
 
@@ -34,6 +36,10 @@ class BridgeOptions(Struct, frozen=True, kw_only=True):
     num_ranks: int | None = None
     #: 0: learnt from the engine's metrics, or from what it stores (`PageSize`)
     block_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    #: tokens behind a block that its hash covers; None: learnt from what it stores, else 0
+    lookahead_tokens: Annotated[int, Meta(ge=0, le=MAX_LOOKAHEAD_TOKENS)] | None = None
+    #: blocks at the end of a match that the engine computes again, see WorkerInfo
+    unreusable_blocks: UnreusableBlocks = 0
     #: blocks of the engine; 0: learnt from its metrics, or no doubt heals by turnover
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     #: the engine's HTTP server: its size, its ranks, and whether it was started anew

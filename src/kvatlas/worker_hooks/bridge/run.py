@@ -17,7 +17,6 @@ import msgspec
 
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.schemas.errors import EndpointUnusable
-from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.worker_hooks.bridge.engine_probe import EngineFacts, EventSource, ask_engine
 from kvatlas.worker_hooks.bridge.follow_options import FollowOptions
 from kvatlas.worker_hooks.bridge.follow_state import FollowState
@@ -163,7 +162,9 @@ class RankBridge:
         self._block_tokens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if known := options.block_tokens or facts.block_tokens:
             self._block_tokens.set_result(known)
-        self._is_block_size_wrong = self._has_told_wait = False
+        #: as told, else of the store that the block size was learnt from
+        self._lookahead_tokens = options.lookahead_tokens or 0
+        self._is_block_size_wrong = self._is_lookahead_wrong = self._has_told_wait = False
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sidecar: Sidecar | None = None
 
@@ -235,7 +236,8 @@ class RankBridge:
             adapters=dict.fromkeys(given.adapters, given.model),
             kv_fingerprint=given.kv_fingerprint,
             p2p_address=_address_of(given.p2p_address, self._rank),
-            descriptor=NamespaceDescriptor(block_tokens),
+            descriptor=given.settings.fleet.descriptor(block_tokens, self._lookahead_tokens),
+            num_unreusable_trailing_blocks=given.unreusable_blocks,
             num_blocks=self._num_blocks,
             counts_copies=True,
             versions={"engine": given.engine},
@@ -253,6 +255,8 @@ class RankBridge:
         observed = self._reader(payload)
         if found := observed.block_tokens:
             if not self._block_tokens.done():
+                if self._options.lookahead_tokens is None:
+                    self._lookahead_tokens = observed.lookahead_tokens or 0
                 self._block_tokens.set_result(found)
             elif found != self._block_tokens.result() and not self._is_block_size_wrong:
                 self._is_block_size_wrong = True
@@ -272,7 +276,22 @@ class RankBridge:
                 "one makes sure of their size, or the bridge is started with --block-tokens",
                 self._name,
             )
+        self._check_lookahead(observed.lookahead_tokens)
         return observed
+
+    def _check_lookahead(self, found: int | None) -> None:
+        """Say once that the engine names blocks by another window than configured."""
+        is_known = self._block_tokens.done() and found is not None
+        if is_known and found != self._lookahead_tokens and not self._is_lookahead_wrong:
+            self._is_lookahead_wrong = True
+            _logger.error(
+                "%s: the engine's block hashes cover %d tokens behind a block, configured are %d: "
+                "nothing will match; start the bridge with --lookahead-tokens %d",
+                self._name,
+                found,
+                self._lookahead_tokens,
+                found,
+            )
 
     async def _follow(self, ring: RingWriter) -> None:
         await self._carry_out(self._state.start(time.monotonic()), ring)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvatlas.schemas.errors import MalformedBatch
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected
+from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected, unread_fields
 from kvatlas.worker_hooks.engines.objects import (
     BadValue,
     decode_any,
@@ -31,10 +31,19 @@ _TIERS = {"l1": Tier.dram, "l2": Tier.ssd}
 #: that something was read, or is set so, changes no residency
 _SILENT_TYPES = ("access", "config")
 _KEY_FIELDS = ("key", "chunk_hash", "hash")
+#: fields that are read or change nothing about what a chunk is, of a batch and of an entry; any
+#: other makes the instance doubtful
 _FIELDS = frozenset(
     [
         *("instance_id", "incarnation", "seq", "event_type", "tier", "backend", "shared", "ts"),
         "entries",
+    ]
+)
+_ENTRY_FIELDS = frozenset(
+    [
+        *_KEY_FIELDS,
+        *("cache_salt", "model", "model_name", "kv_rank", "world_size", "worker_id", "fmt"),
+        *("size", "num_bytes", "ts"),
     ]
 )
 
@@ -73,10 +82,8 @@ class LmcacheAdapter:
         if self._incarnation is not None and incarnation < self._incarnation:
             raise BadValue("stale_incarnation", f"incarnation {incarnation} is over")
         self._incarnation = incarnation
-        rejected += [
-            Rejected(position, "unknown_field", f"field {key!r:.40}")
-            for key in batch.keys() - _FIELDS
-        ]
+        rejected += unread_fields(position, str(kind), batch, _FIELDS)
+        rejected += _unread_of_entries(position, batch.get("entries"))
         events: list[RawEvent] = [RawCleared(Tier.dram)] if begins_anew else []
         if kind in _SILENT_TYPES:
             return events
@@ -115,6 +122,19 @@ class LmcacheAdapter:
             rejected.append(Rejected(position, "unknown_medium", f"tier {name!r:.40}"))
             return Tier.other
         return tier
+
+
+def _unread_of_entries(position: int, entries: Any) -> list[Rejected]:
+    """Return the rejections of fields that nobody reads, each once however many entries have it."""
+    beyond: dict[Any, Any] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        while isinstance(entry, dict):
+            for name in entry.keys() - _ENTRY_FIELDS:
+                if beyond.get(name) is None:
+                    beyond[name] = entry[name]
+            inner = (entry.get(field) for field in _KEY_FIELDS)
+            entry = next((each for each in inner if isinstance(each, dict)), None)
+    return unread_fields(position, "entry", beyond, _ENTRY_FIELDS)
 
 
 def _key(entry: Any) -> EngineHash:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvatlas.schemas.errors import MalformedBatch
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected
+from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected, unread_fields
 from kvatlas.worker_hooks.engines.media import tier_of
 from kvatlas.worker_hooks.engines.objects import (
     BadValue,
@@ -25,6 +25,8 @@ from kvatlas.worker_hooks.engines.objects import (
 )
 from kvatlas.worker_hooks.raw_events import RawCleared, RawEvent, RawRemoved, RawStored
 
+#: fields that are read or change nothing about what a block is; any other makes the instance
+#: doubtful
 _FIELDS = frozenset(
     [
         *("event_id", "timestamp", "event_type", "model_name", "block_size", "additional_salt"),
@@ -88,8 +90,7 @@ def _event(position: int, fields: dict[Any, Any], rejected: list[Rejected]) -> R
         event = RawRemoved(engine_hashes(fields.get("seq_hashes")), tier)
     else:
         event = _stored(position, fields, tier, rejected)
-    unknown = sorted(str(key) for key in fields.keys() - _FIELDS)
-    rejected += [Rejected(position, "unknown_field", f"field {key!r:.40}") for key in unknown]
+    rejected += unread_fields(position, str(kind), fields, _FIELDS)
     return event
 
 

@@ -8,12 +8,13 @@ Every event is taken apart on its own, so that one which cannot be read costs on
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvatlas.schemas.errors import BatchTooLarge, InvalidBlock, MalformedBatch
-from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected
+from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected, unread_field
 from kvatlas.worker_hooks.engines.objects import BadValue
 from kvatlas.worker_hooks.raw_events import RawEvent
 
@@ -31,19 +32,23 @@ Said = Iterator[RawEvent | BadValue]
 
 
 class Fields(NamedTuple):
-    """An event: its tag, its fields by name, and the names that nobody knows."""
+    """An event: its tag, its fields by name, and those that nobody knows."""
 
     tag: str
     values: dict[str, Any]
-    unknown: tuple[str, ...]
+    unknown: tuple[tuple[str, Any], ...]
 
 
 def decode_batch(
-    payload: bytes, fields_of: Mapping[str, Sequence[str]], read: Callable[[Fields], Said]
+    payload: bytes,
+    fields_of: Mapping[str, Sequence[str]],
+    read: Callable[[Fields], Said],
+    harmless: AbstractSet[str] = frozenset(),
 ) -> Decoded:
     """Return what `read` makes of each event of a batch.
 
-    `fields_of` has each known tag's fields in declared order. What `read` raises as BadValue is the
+    `fields_of` has each known tag's fields in declared order, `harmless` the names of others that
+    change nothing about what a block is, wherever they are. What `read` raises as BadValue is the
     end of that event alone. Raises MalformedBatch, also for a map: no engine sends one as a batch.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
@@ -57,8 +62,9 @@ def decode_batch(
     for position, event in enumerate(events[:MAX_EVENTS]):
         try:
             fields = _fields(_unpacked(event), fields_of)
-            for name in fields.unknown:
-                rejected.append(Rejected(position, "unknown_field", f"{fields.tag}.{name}"))
+            for name, value in fields.unknown:
+                if name not in harmless:
+                    rejected.append(unread_field(position, fields.tag, name, value))
             for part in read(fields):
                 if isinstance(part, BadValue):
                     rejected.append(Rejected(position, part.kind, str(part)))
@@ -124,13 +130,14 @@ def _fields(event: Any, fields_of: Mapping[str, Sequence[str]]) -> Fields:
             if tag not in fields_of:
                 raise BadValue("unknown_event", f"type {tag[:40]!r}")
             known = fields_of[tag]
-            unknown = tuple(str(name)[:40] for name in values if name not in known)
+            unknown = tuple((str(name), values[name]) for name in values if name not in known)
             return Fields(tag, {str(name): value for name, value in values.items()}, unknown)
         case [str(tag), *given]:
             if tag not in fields_of:
                 raise BadValue("unknown_event", f"type {tag[:40]!r}")
             known = fields_of[tag]
-            unknown = tuple(f"#{n}" for n in range(len(known), len(given)))
+            beyond = enumerate(given[len(known) :], len(known))
+            unknown = tuple((f"#{n}", value) for n, value in beyond)
             return Fields(tag, dict(zip(known, given, strict=False)), unknown)
     # its content stays out of the reason: it may be tokens
     reason = f"an event is a map with a type or a tagged array, not {type(event).__name__}"

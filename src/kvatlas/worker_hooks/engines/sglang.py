@@ -32,6 +32,9 @@ FIELDS_OF = {
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
 }
+#: fields that change nothing about what a block is; one that is in neither list makes the instance
+#: doubtful
+HARMLESS_FIELDS = frozenset(["event_id", "locality", "priority", "timestamp"])
 
 
 class SglangAdapter:
@@ -41,7 +44,7 @@ class SglangAdapter:
         self._page_tokens, self._is_given = block_tokens or 0, block_tokens is not None
 
     def decode(self, payload: bytes) -> Decoded:
-        return decode_batch(payload, FIELDS_OF, self._read)
+        return decode_batch(payload, FIELDS_OF, self._read, HARMLESS_FIELDS)
 
     def _read(self, event: Fields) -> Said:
         match event.tag:

@@ -17,7 +17,7 @@ import msgspec
 
 from kvatlas.schemas.errors import MalformedBatch
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected
+from kvatlas.worker_hooks.engines.adapter import Decoded, Rejected, unread_fields
 from kvatlas.worker_hooks.engines.objects import (
     BadValue,
     decode_any,
@@ -38,9 +38,24 @@ from kvatlas.worker_hooks.raw_events import (
 )
 
 _TIERS = {0: Tier.hbm, 1: Tier.dram}
+#: fields that are read or change nothing about what a block is, by the object that they are of;
+#: any other makes the instance doubtful
 _FIELDS = frozenset(
     ["event_id", "data", "window_size", "attention_dp_rank", "layer_group_id", "hash_algo"]
 )
+_DATA_FIELDS = frozenset(
+    [
+        *("type", "num_blocks_per_cache_level", "parent_hash", "blocks", "block_hashes"),
+        *("block_hash", "cache_level", "priority", "hash_algo", "layer_group_id"),
+    ]
+)
+_BLOCK_FIELDS = frozenset(
+    [
+        *("type", "block_hash", "tokens", "cache_level", "priority", "mm_keys", "lora_id"),
+        *("cache_salt", "cache_salt_id"),
+    ]
+)
+_TOKEN_FIELDS = frozenset(["type", "token_id", "token_extra_id"])
 _MAX_GROUP = 2**31
 
 
@@ -152,8 +167,7 @@ class TrtllmAdapter:
                 told = self._updated(data, group)
             case kind:
                 raise BadValue("unknown_event", f"event type {kind!r:.40}")
-        unknown = sorted(str(key) for key in fields.keys() - _FIELDS)
-        rejected += [Rejected(position, "unknown_field", f"field {key!r:.40}") for key in unknown]
+        rejected += _unread(position, fields, data)
         return [*self._group_news(), *told]
 
     def _stored(
@@ -251,6 +265,33 @@ class TrtllmAdapter:
                 tokens = block.get("tokens") if isinstance(block, dict) else None
                 if isinstance(tokens, list):
                     self._block_tokens = max(self._block_tokens, len(tokens))
+
+
+def _unread(position: int, fields: dict[Any, Any], data: dict[Any, Any]) -> list[Rejected]:
+    """Return the rejections of fields that nobody reads, each once however many blocks have it."""
+    kind = str(data.get("type"))
+    found = unread_fields(position, "event", fields, _FIELDS)
+    found += unread_fields(position, kind, data, _DATA_FIELDS)
+    blocks = data.get("blocks")
+    beyond: dict[Any, Any] = {}
+    tokens_beyond: dict[Any, Any] = {}
+    for block in blocks if isinstance(blocks, list) else ():
+        if not isinstance(block, dict):
+            continue
+        _note(beyond, block, _BLOCK_FIELDS)
+        tokens = block.get("tokens")
+        for token in tokens if isinstance(tokens, list) else ():
+            if isinstance(token, dict):
+                _note(tokens_beyond, token, _TOKEN_FIELDS)
+    found += unread_fields(position, "block", beyond, _BLOCK_FIELDS)
+    return found + unread_fields(position, "token", tokens_beyond, _TOKEN_FIELDS)
+
+
+def _note(beyond: dict[Any, Any], fields: dict[Any, Any], read: frozenset[str]) -> None:
+    """Note fields that are not read; one with a value in any object has one."""
+    for name in fields.keys() - read:
+        if beyond.get(name) is None:
+            beyond[name] = fields[name]
 
 
 def _tokens(tokens: list[Any], fields: dict[Any, Any]) -> bytes:

@@ -1,17 +1,20 @@
-"""vLLM's KV events, 0.10 to 0.32: arrays up to 0.22, maps from 0.24.
+"""vLLM's KV events, 0.10 to 0.33: arrays up to 0.22, maps from 0.24.
 
     BlockStored       hashes of consecutive blocks of one request, with their tokens
     BlockRemoved      one per copy of a block
     AllBlocksCleared  of the engine's own memory, whatever lies elsewhere stays
 
 Versions before 0.18 do not say the salt: blocks of salted prompts look like plain ones there, under
-hashes of their own. A group's kind and window are told ahead of its first store, as `RawGroupSeen`.
+hashes of their own. From 0.33 on a block's hash may cover tokens behind the block, which the event
+then has as `lookahead_token_ids`, a list a block (ADR-0024). A group's kind and window are told
+ahead of its first store, as `RawGroupSeen`.
 """
 
 from typing import Any
 
+from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.engines.adapter import Decoded
+from kvatlas.worker_hooks.engines.adapter import UNKNOWN_FIELD, Decoded
 from kvatlas.worker_hooks.engines.media import tier_of
 from kvatlas.worker_hooks.engines.msgpack_batches import Fields, Said, decode_batch
 from kvatlas.worker_hooks.engines.objects import (
@@ -23,7 +26,13 @@ from kvatlas.worker_hooks.engines.objects import (
     text,
 )
 from kvatlas.worker_hooks.engines.vllm_extras import FIRST_TOKEN, Identity, identity_of
-from kvatlas.worker_hooks.raw_events import RawCleared, RawGroupSeen, RawRemoved, RawStored
+from kvatlas.worker_hooks.raw_events import (
+    RawCleared,
+    RawGroupSeen,
+    RawRemoved,
+    RawStored,
+    RawStoredAhead,
+)
 
 FIELDS_OF = {
     "BlockStored": (
@@ -41,10 +50,14 @@ FIELDS_OF = {
         "locality",
         "ownership",
         "session_id",
+        "lookahead_token_ids",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality", "ownership"),
     "AllBlocksCleared": (),
 }
+#: fields of other producers of this format that are not read and change nothing about what a block
+#: is; one that is in neither list makes the instance doubtful
+HARMLESS_FIELDS = frozenset(["event_id", "priority", "timestamp"])
 #: more are not told apart; an engine has a handful
 MAX_GROUPS = 64
 
@@ -57,7 +70,7 @@ class VllmAdapter:
         self._told: dict[int, RawGroupSeen] = {}
 
     def decode(self, payload: bytes) -> Decoded:
-        return decode_batch(payload, FIELDS_OF, self._read)
+        return decode_batch(payload, FIELDS_OF, self._read, HARMLESS_FIELDS)
 
     def _read(self, event: Fields) -> Said:
         if event.values.get("block_hashes") == []:
@@ -84,29 +97,29 @@ class VllmAdapter:
         block_tokens = said_tokens or self._block_tokens
         seen = _group_seen(values, group, said_tokens or self._known_tokens(group))
         tier, *problems = tier_in(values)
-        tokens, identity = b"", Identity()
+        if not isinstance(values.get("lookahead_token_ids") or [], list):
+            # at its place in an array stands another field than the one that we know
+            del values["lookahead_token_ids"]
+            problems.append(BadValue(UNKNOWN_FIELD, "BlockStored.lookahead_token_ids"))
+        tokens, lookahead, identity = b"", b"", Identity()
         try:
             tokens = tokens_in(values, len(hashes), block_tokens)
-            identity = identity_of(values, len(hashes), block_tokens)
+            lookahead = lookahead_in(values, len(hashes)) if tokens else b""
+            lookahead_tokens = len(lookahead) // 4 // len(hashes)
+            identity = identity_of(values, len(hashes), block_tokens, lookahead_tokens)
         except BadValue as problem:
             # without its tokens it holds the blocks and says nothing of what they are
             problems.append(problem)
-            tokens = b""
+            tokens = lookahead = b""
         if seen is not None and self._is_news(seen):
             self._told[group] = seen
             yield seen
         yield from problems
-        yield RawStored(
-            hashes,
-            parent,
-            tokens,
-            tier,
-            identity.lora,
-            identity.cache_salt,
-            identity.extras,
-            FIRST_TOKEN if identity.extras else 0,
-            group,
+        fields = (
+            *(hashes, parent, tokens, tier, identity.lora, identity.cache_salt),
+            *(identity.extras, FIRST_TOKEN if identity.extras else 0, group),
         )
+        yield RawStoredAhead(*fields, lookahead) if lookahead else RawStored(*fields)
 
     def _known_tokens(self, group: int) -> int:
         """Return how long a group's blocks are where a store without tokens does not say it."""
@@ -128,6 +141,25 @@ def tokens_in(values: dict[str, Any], num_blocks: int, block_tokens: int) -> byt
         reason = f"{len(token_ids)} tokens for {num_blocks} blocks of {block_tokens}"
         raise BadValue("token_count", reason)
     return tokens
+
+
+def lookahead_in(values: dict[str, Any], num_blocks: int) -> bytes:
+    """Return the tokens behind each block that its hash covers; empty where it covers none.
+
+    BadValue unless there are equally many for each block: a window that is not full names nothing.
+    """
+    lists = values.get("lookahead_token_ids")
+    if lists is None:
+        return b""
+    if not all(isinstance(each, list) for each in lists):
+        raise BadValue("malformed", "lookahead_token_ids is no list of lists")
+    if len(lists) != num_blocks or len(set(map(len, lists))) != 1:
+        sizes = sorted(set(map(len, lists)))[:4]
+        reason = f"lookahead of {len(lists)} blocks, {sizes} tokens each, for {num_blocks} blocks"
+        raise BadValue("lookahead", reason)
+    if len(lists[0]) > MAX_LOOKAHEAD_TOKENS:
+        raise BadValue("lookahead", f"{len(lists[0])} tokens behind a block")
+    return packed_tokens([token for each in lists for token in each])
 
 
 def tier_in(values: dict[str, Any]) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 `extra_keys` has an entry a block, nil or a list. The engine hashes its elements with their kind but
 publishes them bare, in the order adapter, images, salt, embeddings; an open change would add the
-kind. A salt stands at the first block of a prompt only.
+kind. A salt stands at the first block of a prompt only. Where hashes cover tokens behind a block, a
+block's entry has what its whole window touches, so an image may begin behind the block.
 """
 
 from typing import Any, NamedTuple
@@ -25,17 +26,25 @@ class Identity(NamedTuple):
 
 
 class _Spans:
-    """Images by (id, offset), each reaching to the end of the last block that names it."""
+    """Images by (id, offset), each reaching to the end of the last block that names it.
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    One that begins in the lookahead of the last block is a token long: no other block names it.
+    """
+
+    def __init__(self, block_tokens: int, lookahead_tokens: int) -> None:
+        self._block_tokens, self._lookahead_tokens = block_tokens, lookahead_tokens
         self._ends: dict[tuple[str, str, int], int] = {}
 
+    @property
+    def has_lookahead(self) -> bool:
+        return self._lookahead_tokens > 0
+
     def add(self, block: int, kind: str, identifier: str, offset_in_block: int) -> None:
-        if offset_in_block >= self._block_tokens:
+        if offset_in_block >= self._block_tokens + self._lookahead_tokens:
             raise BadValue("unknown_extra", f"an offset of {offset_in_block} is behind its block")
         start = FIRST_TOKEN + block * self._block_tokens + offset_in_block
-        self._ends[kind, identifier, start] = FIRST_TOKEN + (block + 1) * self._block_tokens
+        end = FIRST_TOKEN + (block + 1) * self._block_tokens
+        self._ends[kind, identifier, start] = max(end, start + 1)
 
     def extras(self) -> tuple[Extra, ...]:
         return tuple(
@@ -44,7 +53,9 @@ class _Spans:
         )
 
 
-def identity_of(values: dict[str, Any], num_blocks: int, block_tokens: int) -> Identity:
+def identity_of(
+    values: dict[str, Any], num_blocks: int, block_tokens: int, lookahead_tokens: int = 0
+) -> Identity:
     """Return the identity of a store's blocks; raises BadValue where it cannot be known."""
     lora = text(values, "lora_name")
     if lora is None and values.get("lora_id") is not None:
@@ -55,7 +66,7 @@ def identity_of(values: dict[str, Any], num_blocks: int, block_tokens: int) -> I
     if not isinstance(keys, list) or len(keys) != num_blocks:
         raise BadValue("unknown_extra", f"extra_keys has not one entry for each of {num_blocks}")
     is_root = values.get("parent_block_hash") is None
-    spans = _Spans(block_tokens)
+    spans = _Spans(block_tokens, lookahead_tokens)
     salt: str | None = None
     for block, entry in enumerate(keys):
         left = _without_lora(entry, lora)
@@ -89,6 +100,9 @@ def _read_element(block: int, element: Any, spans: _Spans) -> str | None:
             -_MAX_OFFSET < offset < _MAX_OFFSET
         ):
             spans.add(block, "mm", identifier, offset)
+        case bytes() | ["prompt_embeds", bytes()] if spans.has_lookahead:
+            # it is a digest of the whole window, of which no prompt's extras say the parts
+            raise BadValue("unknown_extra", "prompt embeddings under lookahead hashes")
         case bytes() | ["prompt_embeds", bytes()]:
             content = element if isinstance(element, bytes) else element[1]
             spans.add(block, "prompt_embeds", content.hex(), 0)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvatlas.schemas.fleet import KvLayout, NamespaceDescriptor
+from kvatlas.schemas.fleet import KvLayout
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.beside_engine import default_worker
 from kvatlas.worker_hooks.plugin_endpoint import PluginEndpoint
@@ -31,6 +31,11 @@ def sidecar_options(
     names = _served_names(config.model_config)
     block_tokens = said.block_tokens or scheduler.kv_cache_manager.block_pool.hash_block_size
     num_slots, block_bytes = _serve_pool(config, kv_cache)
+    lookahead_tokens, num_unreusable = said.lookahead_tokens, said.unreusable_blocks
+    if lookahead_tokens is None:
+        lookahead_tokens = hash_lookahead(config)
+    if num_unreusable is None:
+        num_unreusable = dropped_blocks(config)
     options = SidecarOptions(
         nats_url=said.nats_url,
         creds_file=settings.nats.credentials,
@@ -40,7 +45,8 @@ def sidecar_options(
         aliases=tuple(name for name in names if name != (said.model or names[0])),
         adapters=said.adapters_of(said.model or names[0]),
         base_url=said.base_url,
-        descriptor=NamespaceDescriptor(block_tokens),
+        descriptor=settings.fleet.descriptor(block_tokens, lookahead_tokens),
+        num_unreusable_trailing_blocks=num_unreusable,
         kv_fingerprint=bytes.fromhex(said.kv_fingerprint)
         or _fingerprint(config, kv_cache, version),
         groups=full_groups(kv_cache),
@@ -57,6 +63,24 @@ def sidecar_options(
         **shared_options(settings),
     )
     return options
+
+
+def hash_lookahead(config: Any) -> int:
+    """Return how many tokens behind a block its hash covers; 0 before vLLM 0.33."""
+    return int(getattr(config, "num_hash_lookahead_tokens", 0))
+
+
+def dropped_blocks(config: Any) -> int:
+    """Return how many blocks at the end of a match the engine computes again.
+
+    Drafters of the EAGLE family need the tokens behind a block, so without lookahead hashes their
+    engine drops the last block that it finds.
+    """
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is None or hash_lookahead(config):
+        return 0
+    drops = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle
+    return int(bool(drops()))
 
 
 def _worker_name(config: Any) -> str:
