@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.indexer import prompt_kernel
+from kvatlas.indexer import kernel, prompt_kernel
+from kvatlas.router import bodies
 from kvatlas.router.requests import ScoreRequest, decode_score_request
 from kvatlas.schemas.errors import InvalidRequest
 from kvatlas.schemas.fleet import NamespaceDescriptor
@@ -17,6 +18,7 @@ from kvatlas.schemas.settings import RouterSettings
 from testkit.fleet import MODEL, Fleet
 
 prompt_kernel.warm()
+kernel.warm()
 SETTINGS = RouterSettings()
 JSON, MSGPACK = "application/json", "application/x-msgpack"
 ADAPTERS = {"style": MODEL}
@@ -126,3 +128,45 @@ def test_a_prompt_that_is_named_twice_is_what_it_is_last(prompt: bytes) -> None:
     body = b'{"model": "m", %b, "%b": null}' % (prompt, field.encode())
     with pytest.raises(InvalidRequest, match=f"expected .*{field}"):
         decode_score_request(body, JSON, SETTINGS)
+
+
+AN_EXTRA = {"kind": "image", "id": 'i"[', "offset": 0, "length": 1}
+odd_values = st.sampled_from([None, -1, 2**32, 1.5, True, 'a "b\\', [1, 2], [], {}, AN_EXTRA])
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=30)
+fields = st.one_of(
+    st.tuples(st.just("token_ids"), token_lists),
+    st.tuples(st.just("token_ids"), st.lists(st.one_of(st.integers(0, 9), odd_values))),
+    st.tuples(st.just("extras"), st.lists(st.just(AN_EXTRA), max_size=2)),
+    st.tuples(st.just("block_hashes"), st.lists(st.just("00ff" * 8), max_size=3)),
+    st.sampled_from([("model", "m"), ("cache_salt", "s,["), ("lora", "l"), ("require", "exact")]),
+    st.tuples(st.sampled_from(["model", "what", "token_ids", "token_ids_b64"]), odd_values),
+)
+
+
+@given(st.lists(fields, max_size=5), st.sampled_from([",", ", ", " ,\n"]), st.booleans())
+def test_bodies_that_are_walked_first_say_the_same(
+    extra: list[tuple[str, Any]], separator: str, is_json: bool
+) -> None:
+    """Fields in any order, twice, unknown and wrong: as if the decoder alone had read them."""
+    sent = [("model", "m"), *extra]
+    if is_json:
+        texts = [
+            msgspec.json.encode(key) + b":" + msgspec.json.encode(value) for key, value in sent
+        ]
+        body, kind = b"{" + separator.encode().join(texts) + b"}", JSON
+    else:
+        encode = msgspec.msgpack.encode
+        body = bytes([0x80 | len(sent)]) + b"".join(encode(k) + encode(v) for k, v in sent)
+        kind = MSGPACK
+
+    def outcome() -> object:
+        try:
+            return decode_score_request(body, kind, SETTINGS)
+        except InvalidRequest as error:
+            return type(error), str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_SMALL_BYTES", 64)
+        walked = outcome()
+        patch.setattr(prompt_kernel, "IS_FAST", False)
+        assert walked == outcome()

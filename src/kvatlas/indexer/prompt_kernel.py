@@ -57,6 +57,8 @@ TEN = np.uint64(10)
 #: more than 11 digits, so that what is cut off was too long before
 ELEVEN_DIGITS = np.uint64(2**37 - 1)
 PARENT_WORDS = 4
+#: where a list ends that is longer than it may be
+TOO_LONG = -1
 #: of a hash in a list: its 32 digits, two quotes, and what ends it
 HASH_ITEM_BYTES = 35
 ITEM_BYTES = np.uint64(HASH_ITEM_BYTES)
@@ -239,8 +241,8 @@ def hash_blocks(
 def read_tokens(text: U8, tokens: U32) -> tuple[int, int]:
     """Read the JSON array of u32 that the text begins with; return how many, and where its `]` is.
 
-    Zero for anything else, and for space behind a number, which nobody writes. `tokens` has room
-    for one token per two bytes of text.
+    Zero for anything else, and for space behind a number, which nobody writes; TOO_LONG for more
+    than `tokens` has room for.
     """
     count, digits, value = 0, 0, ZERO
     for at in range(1, text.size):
@@ -252,6 +254,8 @@ def read_tokens(text: U8, tokens: U32) -> tuple[int, int]:
             has_leading_zero = digits > 1 and text[np.uint64(at - digits)] == 48
             if digits == 0 or digits > 10 or value > MAX_TOKEN or has_leading_zero:
                 break
+            if count == tokens.size:
+                return TOO_LONG, 0
             tokens[np.uint64(count)] = np.uint32(value)
             count += 1
             if byte == 93:
@@ -317,13 +321,15 @@ def read_hashes(text: bytes, begin: int, parts: U32) -> tuple[Any, Any]:
     """Read the JSON array of hashes that begins at a byte; return how many parts, where its `]` is.
 
     A part is four bytes. Zero for anything but strings of 32 hex digits, and for space other than
-    behind a comma. `parts` has room for four of them per HASH_ITEM_BYTES of text.
+    behind a comma; TOO_LONG for more than `parts` has room for.
     """
     words, size = words_in(text), np.uint64(len(text))
     digits = np.empty(parts.size, np.uint64)
     at, count = np.uint64(begin) + ONE, ZERO
     while at + ITEM_BYTES <= size and text[at] == 34:  # "
         at += ONE
+        if count + FOUR > np.uint64(parts.size):
+            return np.int64(TOO_LONG), np.int64(0)
         for _ in range(4):
             digits[count] = eight_at(text, words, at)
             at += EIGHT
@@ -382,22 +388,33 @@ def hash_chain(parent: bytes, tokens: bytes, block_tokens: int, lookahead_tokens
     return hashes.tobytes()
 
 
-def read_token_list(text: bytes, begin: int = 0) -> tuple[bytes, int] | None:
+def read_token_list(
+    text: bytes, begin: int = 0, max_tokens: int | None = None
+) -> tuple[bytes, int] | None:
     """Return the JSON array of token ids that begins at a `[` as packed u32, and where it ends.
 
-    None if it is empty, no valid JSON, has anything but u32 in it, or space behind a number.
+    None if it is empty, no valid JSON, has anything but u32 in it, or space behind a number. The
+    end is TOO_LONG for more than `max_tokens`, of which it is not read to its end.
     """
-    tokens = np.empty((len(text) - begin) // 2 + 1, np.uint32)
+    room = (len(text) - begin) // 2 + 1
+    tokens = np.empty(room if max_tokens is None else min(room, max_tokens), np.uint32)
     count, end = read_tokens(np.frombuffer(text, np.uint8)[begin:], tokens)
+    if count == TOO_LONG:
+        return b"", TOO_LONG
     return (tokens[:count].tobytes(), begin + end + 1) if count else None
 
 
-def read_hash_list(text: bytes, begin: int) -> tuple[bytes, int] | None:
+def read_hash_list(
+    text: bytes, begin: int, max_hashes: int | None = None
+) -> tuple[bytes, int] | None:
     """Return the JSON array of hashes that begins at a `[`, packed, and where it ends.
 
     None if it is empty, has anything but strings of 32 hex digits, or space other than behind a
-    comma.
+    comma. The end is TOO_LONG for more than `max_hashes`.
     """
-    parts = np.empty((len(text) - begin) // HASH_ITEM_BYTES * 4, np.uint32)
+    room = (len(text) - begin) // HASH_ITEM_BYTES
+    parts = np.empty(4 * (room if max_hashes is None else min(room, max_hashes)), np.uint32)
     count, end = read_hashes(text, begin, parts)
+    if count == TOO_LONG:
+        return b"", TOO_LONG
     return (parts[:count].tobytes(), end + 1) if count else None

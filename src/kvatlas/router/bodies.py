@@ -16,19 +16,31 @@ What is wrong is an InvalidRequest that names the field and never repeats tokens
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from kvatlas.indexer import prompt_kernel
+from kvatlas.router.body_kernel import (
+    NO_VALUE,
+    TOO_MANY,
+    bytes_of,
+    end_of_json,
+    end_of_msgpack,
+    msgpack_array,
+    msgpack_map,
+    msgpack_name,
+    read_packed_tokens,
+)
 from kvatlas.router.wrong_fields import at_field
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
-from kvatlas.schemas.errors import InvalidRequest, UnsupportedContentType
+from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedContentType
 from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS, MAX_LOOKAHEAD_TOKENS, HashAlgorithm
 from kvatlas.schemas.known_names import MAX_NAME_CHARS
 
@@ -141,15 +153,18 @@ def unsupported(*known: str) -> UnsupportedContentType:
     return UnsupportedContentType("content-type", f"expected one of {', '.join(known)}")
 
 
-def read_score_body(form: Form, body: bytes) -> tuple[ScoreBody | PackedScoreBody, str, Any]:
+def read_score_body(
+    form: Form, body: bytes, max_items: int
+) -> tuple[ScoreBody | PackedScoreBody, str, Any]:
     """Return a body of JSON or msgpack, the field that has its prompt, and what that has.
 
-    A list of JSON may be packed already. Raises InvalidRequest.
+    A list may be packed already. Lists of more than `max_items` are refused before anything is
+    built from them. Raises InvalidRequest and PromptTooLarge.
     """
     if form == "msgpack":
-        packed_body = decode_body(_score_msgpack, body)
-        return packed_body, *_prompt(packed_body)
-    if quick := _read_quickly(body):
+        packed_body, cut = _read_packed(body, max_items)
+        return (packed_body, *cut) if cut else (packed_body, *_prompt(packed_body))
+    if quick := _read_quickly(body, max_items):
         return quick
     parsed = decode_body(_score_json, body)
     return parsed, *_prompt(parsed)
@@ -210,41 +225,217 @@ def decode_body(
 
 
 _LISTS = re.compile(rb'"(token_ids|block_hashes)"[ \t\r\n]*:[ \t\r\n]*$')
-_READERS = {
-    "token_ids": prompt_kernel.read_token_list,
-    "block_hashes": prompt_kernel.read_hash_list,
+#: what stands before a value of the outermost object: a name of ours has no escapes
+_FIELD = re.compile(rb'[ \t\r\n]*[{,][ \t\r\n]*"([^"\\]{0,64})"[ \t\r\n]*:[ \t\r\n]*')
+_READERS: dict[bytes, Callable[[bytes, int, int], tuple[bytes, int] | None]] = {
+    b"token_ids": prompt_kernel.read_token_list,
+    b"block_hashes": prompt_kernel.read_hash_list,
 }
+_QUOTED = {field: b'"%b"' % field for field in _READERS}
 _prompts_of = attrgetter(*ScoreBody.PROMPT_FIELDS)
 _NO_PROMPT = (None,) * len(ScoreBody.PROMPT_FIELDS)
+#: bytes of an item of a prompt when it is packed
+_ITEM_BYTES = {
+    b"token_ids": 4,
+    b"token_ids_b64": 4,
+    b"block_hashes": BLOCK_HASH_BYTES,
+    b"block_hashes_b64": BLOCK_HASH_BYTES,
+}
+COMMA, NIL = np.uint8(44), b"\xc0"
 #: how far before a list its name is looked for
 _NAME_BYTES = 64
+#: and the same in msgpack, from the body's beginning on, where the body is small
+_PACKED_NAME_BYTES = 512
+#: what costs little however it is read: less is not walked before
+_SMALL_BYTES = 64 * 1024
+#: fields of a body, and of each extra: more than there are, for those that stand there twice
+_MAX_FIELDS, _MAX_EXTRA_FIELDS = 32, 8
+_MAX_EXTRA_ITEMS = MAX_EXTRAS * (1 + 2 * _MAX_EXTRA_FIELDS)
 
 
-def _read_quickly(body: bytes) -> tuple[ScoreBody, str, bytes] | None:
+class _Cut(NamedTuple):
+    """The prompt's list in a body: its field, what it has, where it begins and ends."""
+
+    field: bytes
+    packed: bytes
+    begin: int
+    end: int
+
+
+def _read_quickly(body: bytes, max_items: int) -> tuple[ScoreBody, str, bytes] | None:
     """Return a body, its prompt's field and what that has, packed, without an object for each item.
 
-    The list is cut out and read by itself, a null stands in its place. None unless it is the first
-    list in the body, has token ids or hashes only, and the rest is a valid body that names no other
-    prompt, nor this one again.
+    The list is cut out and read by itself, a null stands in its place. None unless it has token ids
+    or hashes only, and the rest is a valid body that names no other prompt, nor this one again.
+    Raises PromptTooLarge for more than `max_items`, and InvalidRequest for more of anything else
+    than any body has.
     """
-    begin = body.find(b"[")
-    name = _LISTS.search(body[max(begin - _NAME_BYTES, 0) : begin]) if begin > 0 else None
-    if name is None:
+    cut = _first_list(body, max_items)
+    if cut is None:
+        is_large = len(body) > _SMALL_BYTES
+        if is_large or (b"[" in body and any(name in body for name in _QUOTED.values())):
+            cut = _walked(body, max_items)
+    elif len(body) - (cut.end - cut.begin) > _SMALL_BYTES:
+        cut = _walked(body, max_items)
+    if cut is None:
         return None
-    field = name[1].decode()
-    read_list = _READERS[field]
-    read = read_list(body, begin) if prompt_kernel.IS_FAST else None
-    if read is None:
-        return None
-    packed, end = read
-    rest = body[:begin] + b"null" + body[end:]
-    if rest.count(b'"%b"' % name[1]) > 1:
+    rest = body[: cut.begin] + b"null" + body[cut.end :]
+    if rest.count(_QUOTED[cut.field]) > 1:
         return None
     try:
         parsed = _score_json.decode(rest)
+    except msgspec.ValidationError as error:  # in the list is nothing wrong
+        raise at_field(str(error), ScoreBody) from None
     except (msgspec.DecodeError, RecursionError):
         return None
-    return (parsed, field, packed) if _prompts_of(parsed) == _NO_PROMPT else None
+    return (parsed, cut.field.decode(), cut.packed) if _prompts_of(parsed) == _NO_PROMPT else None
+
+
+def _first_list(body: bytes, max_items: int) -> _Cut | None:
+    """Return the first list of a body, if it is the prompt's. Raises PromptTooLarge."""
+    begin = body.find(b"[")
+    name = _LISTS.search(body[max(begin - _NAME_BYTES, 0) : begin]) if begin > 0 else None
+    return None if name is None else _list_at(body, name[1], begin, max_items)
+
+
+def _list_at(body: bytes, field: bytes, begin: int, max_items: int) -> _Cut | None:
+    """Return the prompt's list that begins at a `[`; None for what is to be read otherwise."""
+    read = _READERS[field](body, begin, max_items) if prompt_kernel.IS_FAST else None
+    if read is None:
+        return None
+    packed, end = read
+    if end == prompt_kernel.TOO_LONG:
+        raise _too_many(field, max_items)
+    return _Cut(field, packed, begin, end)
+
+
+def _walked(body: bytes, max_items: int) -> _Cut | None:
+    """Return the prompt's list, wherever it stands, once no field of a body has too much in it.
+
+    Raises PromptTooLarge and InvalidRequest; what is no JSON is left to others.
+    """
+    if not prompt_kernel.IS_FAST:
+        return None
+    cut, text, at, num_left = None, bytes_of(body), 0, max_items
+    for _ in range(_MAX_FIELDS):
+        found = _FIELD.match(body, at)
+        if found is None:
+            break
+        field, begin = found[1], found.end()
+        is_prompt = field in _READERS and cut is None and body[begin : begin + 1] == b"["
+        if is_prompt and (listed := _list_at(body, field, begin, max_items)):
+            cut, at = listed, listed.end
+            num_left -= len(cut.packed) // _ITEM_BYTES[field]
+            continue
+        at = _end_of_plain_string(body, begin)
+        if at == NO_VALUE:
+            most = _MAX_EXTRA_ITEMS if field == b"extras" else num_left - 1  # commas
+            at = end_of_json(text, begin, most)
+        if at == TOO_MANY:
+            raise _too_many(field, max_items)
+        if at == NO_VALUE:
+            return None
+        _check_size(field, at - begin, max_items)
+        if field in _READERS:  # one that stands there again counts, too
+            num_left = max(num_left - (at - begin) // 2, 0)
+    else:
+        raise InvalidRequest("body", f"more than {_MAX_FIELDS} fields")
+    rest = text[at:]
+    # behind a name with escapes, for example
+    if len(rest) > _SMALL_BYTES and np.count_nonzero(rest == COMMA) > max_items:
+        raise _too_many(b"body", max_items)
+    return cut
+
+
+def _end_of_plain_string(body: bytes, begin: int) -> int:
+    """Return where the string without escapes ends that begins at a byte, NO_VALUE for another."""
+    if body[begin : begin + 1] != b'"':
+        return NO_VALUE
+    end = body.find(b'"', begin + 1)
+    return NO_VALUE if end < 0 or body.find(b"\\", begin, end) >= 0 else end + 1
+
+
+def _too_many(field: bytes, max_items: int) -> InvalidRequest:
+    if field == b"extras":
+        return InvalidRequest("extras", f"expected `array` of length <= {MAX_EXTRAS}")
+    name = field.decode(errors="replace")
+    known = name if name in ScoreBody.__struct_fields__ else "body"
+    # a hash stands for a token at least
+    return PromptTooLarge(known, f"at least {max_items + 1} tokens, the limit is {max_items}")
+
+
+def _check_size(field: bytes, num_bytes: int, max_items: int) -> None:
+    """Refuse what is too long by its bytes: a prompt in base64, and any value that is no list."""
+    name = field.decode(errors="replace")
+    if field in _READERS or name == "extras" or name not in ScoreBody.__struct_fields__:
+        return
+    item_bytes = _ITEM_BYTES.get(field)
+    if item_bytes is None:
+        if num_bytes > _SMALL_BYTES:
+            raise InvalidRequest(name, f"{num_bytes} bytes, expected fewer than {_SMALL_BYTES}")
+    elif (num_bytes - 2) // 4 * 3 - 2 > max_items * item_bytes:
+        raise _too_many(field, max_items)
+
+
+def _read_packed(body: bytes, max_items: int) -> tuple[PackedScoreBody, tuple[str, bytes] | None]:
+    """Return a body of msgpack, and its list of token ids, packed, with a nil in its place.
+
+    Without the list where it is read as all else. Raises InvalidRequest and PromptTooLarge.
+    """
+    cut = None
+    if prompt_kernel.IS_FAST and (
+        len(body) > _SMALL_BYTES or body.find(b"token_ids", 0, _PACKED_NAME_BYTES) >= 0
+    ):
+        cut = _walked_msgpack(body, max_items)
+    if cut is not None:
+        rest = body[: cut.begin] + NIL + body[cut.end :]
+        try:
+            parsed = _score_msgpack.decode(rest)
+        except msgspec.ValidationError as error:  # in the list is nothing wrong
+            raise at_field(str(error), PackedScoreBody) from None
+        except (msgspec.DecodeError, RecursionError):
+            return decode_body(_score_msgpack, body), None
+        if all(getattr(parsed, name) is None for name in parsed.PROMPT_FIELDS):
+            return parsed, (cut.field.decode(), cut.packed)
+    return decode_body(_score_msgpack, body), None
+
+
+def _walked_msgpack(body: bytes, max_items: int) -> _Cut | None:
+    """Do for msgpack what `_walked` does for JSON."""
+    header, cut = msgpack_map(body, 0), None
+    if header is None:
+        return None
+    num_fields, at = header
+    if num_fields > _MAX_FIELDS:
+        raise InvalidRequest("body", f"more than {_MAX_FIELDS} fields")
+    text, num_left, is_twice = bytes_of(body), max_items, False
+    for _ in range(num_fields):
+        named = msgpack_name(body, at)
+        if named is None:
+            return None
+        field, begin = named
+        listed = msgpack_array(body, begin) if field == b"token_ids" else None
+        if listed is not None:
+            count, first = listed
+            if count > max_items:
+                problem = f"{count} tokens, the limit is {max_items}"
+                raise PromptTooLarge("token_ids", problem)
+            if count > num_left:  # it stands there again
+                raise _too_many(field, max_items)
+            num_left -= count
+            tokens = np.empty(min(count, len(body) - first), np.uint32)
+            end = read_packed_tokens(text, first, tokens)
+            if len(tokens) == count and end != NO_VALUE:
+                is_twice, at = is_twice or cut is not None, end
+                cut = _Cut(field, tokens.tobytes(), begin, end)
+                continue
+        is_twice = is_twice or (cut is not None and field == cut.field)
+        at = end_of_msgpack(text, begin, max_items if listed else _MAX_EXTRA_ITEMS)
+        if at == TOO_MANY:
+            raise _too_many(b"extras" if field == b"extras" else b"body", max_items)
+        if at == NO_VALUE:
+            return None
+    return None if is_twice else cut
 
 
 def _prompt(parsed: ScoreBody | PackedScoreBody) -> tuple[str, Any]:

@@ -180,7 +180,7 @@ def decode_score_request(
         raise InvalidRequest("query", f"put it into the body, expected beside {OCTETS_TYPE} only")
     if salt is not None:  # ignored, it would let tenants share what they believe to be apart
         raise InvalidRequest(SALT_HEADER, "expected cache_salt in the body")
-    parsed, field, sent = read_score_body(form, body)
+    parsed, field, sent = read_score_body(form, body, settings.max_prompt_tokens)
     if field in HASH_FIELDS:
         return _hashed_request(parsed, field, sent, settings)
     tokens = _packed(sent) if isinstance(sent, list) else sent
