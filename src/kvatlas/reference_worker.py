@@ -47,6 +47,8 @@ from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of
 
+#: the engine's loop pumps many times as often
+LOOP_SECONDS = 2.0
 MSGPACK = "application/x-msgpack"
 
 
@@ -143,6 +145,7 @@ async def _engine(
                     clock = ScaledClock(options.speed)
                     engine = ReferenceEngine(_engine_options(options), hook, clock, pool, channel)
                     async with engine:
+                        hook.start_beats(LOOP_SECONDS)
                         yield engine, channel, sidecar
         finally:
             watch.cancel()

@@ -255,7 +255,9 @@ async def _router(
             log=log,
             fleet_key=settings.fleet.key_bytes,
         )
-        state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
+        state = SiblingState(
+            router.router_id, router.loads, router.overlay, router.failures, router.overdue
+        )
         siblings = Siblings(bus, state, router.log.find)
         router.say = siblings.say
         app = create_app(router, siblings=siblings, conditions=it.conditions)

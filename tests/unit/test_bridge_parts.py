@@ -22,11 +22,18 @@ from kvatlas.worker_hooks.bridge.engine_probe import (
 from kvatlas.worker_hooks.bridge.observed import MAX_PAGES, FirstBlocks, Observed, PayloadReader
 from kvatlas.worker_hooks.bridge.options import BridgeOptions
 from kvatlas.worker_hooks.bridge.payload_marks import PayloadMarks
-from kvatlas.worker_hooks.bridge.run import addresses_of, run_bridge
+from kvatlas.worker_hooks.bridge.run import (
+    RankBridge,
+    addresses_of,
+    run_bridge,
+)
+from kvatlas.worker_hooks.bridge.stimuli import FrameArrived, ReplayEnded, ReplayFailed
 from kvatlas.worker_hooks.bridge.turnover import Turnover
 from kvatlas.worker_hooks.bridge.zmq_source import offset_port
 from kvatlas.worker_hooks.engines.registry import adapter_of
 from kvatlas.worker_hooks.zmq_binding import bind
+from testkit.ports import kept_ports
+from testkit.waiting import until
 from testkit.zmq_engine import Blocks, Event
 
 METRICS = """
@@ -72,11 +79,56 @@ def test_a_path_that_is_bound_is_for_this_user_alone(tmp_path: Path) -> None:
 
 def options(**more: object) -> BridgeOptions:
     given: dict[str, object] = {"engine": "vllm", "worker": "w", "model": "m"}
-    return BridgeOptions(settings=Settings(), **given | more)  # type: ignore[arg-type]
+    return BridgeOptions(**{"settings": Settings()} | given | more)  # type: ignore[arg-type]
 
 
 def batch(*events: Event) -> bytes:
     return msgspec.msgpack.encode([time.time(), events, 0])
+
+
+# --- signs of life ------------------------------------------------------------------------------
+
+
+class Listening:
+    """A rank's bridge without an engine's sockets: what it hears is put in by the test."""
+
+    def __init__(self, folder: Path) -> None:
+        address = EventSource(f"tcp://127.0.0.1:{kept_ports(1)}")
+        self.bridge = RankBridge(options(), 0, address, EngineFacts(), folder)
+        self._path = folder / "0.ring"
+
+    def gives_sign(self, after_seconds: float = 0.0) -> bool:
+        """Return whether the sidecar would read a sign of life."""
+        before = self._path.read_bytes()[80:88]
+        self.bridge.give_sign(time.monotonic() + after_seconds)
+        return self._path.read_bytes()[80:88] != before
+
+
+async def test_an_engine_behind_a_bridge_gives_signs_of_life_over_http(tmp_path: Path) -> None:
+    listening = Listening(tmp_path)
+    bridge = listening.bridge
+    running = asyncio.create_task(bridge.run())
+    await until((tmp_path / "0.ring").exists)
+    try:
+        bridge.learn(None)
+        assert not listening.gives_sign()
+        bridge.learn(EngineFacts())
+        assert listening.gives_sign()
+        # an endpoint that never answered says nothing about the engine
+        bridge.hear(ReplayFailed(1, "silent"))
+        assert listening.gives_sign()
+        # one that did, and no longer does, belongs to a process that computes no more
+        bridge.hear(ReplayEnded(1))
+        bridge.hear(ReplayFailed(2, "silent"))
+        assert not listening.gives_sign()
+        bridge.hear(FrameArrived(0, b""))
+        assert listening.gives_sign()
+        # two probes without an answer, each as late as it can be
+        assert listening.gives_sign(after_seconds=2 * options().probe_seconds)
+        assert not listening.gives_sign(after_seconds=60.0)
+    finally:
+        bridge.stop("test over")
+        await running
 
 
 # --- batches ------------------------------------------------------------------------------------

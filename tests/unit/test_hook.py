@@ -1,11 +1,14 @@
 """What an engine's adapter may rely on."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvatlas.schemas.ids import Tier
+from kvatlas.worker_hooks import hook as hook_module
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.raw_events import (
     RawCleared,
@@ -16,13 +19,21 @@ from kvatlas.worker_hooks.raw_events import (
     decode_raw,
 )
 from kvatlas.worker_hooks.ring import Lost, RingReader, RingWriter
+from testkit.waiting import until
 
 
 class Ends:
     """A hook and the reader of its ring."""
 
-    def __init__(self, path: Path, capacity: int = 1 << 16, *, lists: bool = False) -> None:
-        self.hook = WorkerHook(RingWriter.create(path, capacity, lists=lists))
+    def __init__(
+        self,
+        path: Path,
+        capacity: int = 1 << 16,
+        *,
+        lists: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.hook = WorkerHook(RingWriter.create(path, capacity, lists=lists), clock)
         self.reader = RingReader(path)
 
     def take(self) -> list[RawEvent | Lost]:
@@ -126,3 +137,39 @@ def test_a_listing_that_fails_is_not_complete(ends: Ends) -> None:
     ends.hook.pump()
     assert ends.take()[-1] == RawListed(False)
     assert ends.hook.num_rejected == 1
+
+
+class TestBeats:
+    """Signs of life of the engine's process."""
+
+    @pytest.fixture(autouse=True)
+    def _often(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hook_module, "BEAT_SECONDS", 0.01)
+
+    async def test_an_idle_engine_gives_them_and_events_are_none(self, ends: Ends) -> None:
+        ends.hook.removed([1])
+        assert ends.reader.beats == 0
+        ends.hook.start_beats()
+        await until(lambda: ends.reader.beats > 3)
+
+    async def test_a_loop_that_does_not_pump_ends_them_until_it_does(self, tmp_path: Path) -> None:
+        ticks: list[int] = []
+        now = 100.0
+        ends = Ends(tmp_path / "clocked", clock=lambda: now)
+        ends.hook.start_beats(loop_seconds=2.0, also=lambda: ticks.append(ends.reader.beats))
+        await until(lambda: ends.reader.beats > 3)
+        now = 102.0
+        before = len(ticks)
+        await until(lambda: len(ticks) > before + 5)
+        assert ticks[-1] == ticks[-3]
+        ends.hook.pump()
+        await until(lambda: ends.reader.beats > ticks[before + 5] + 3)
+        ends.hook.close()
+        ends.reader.close()
+
+    def test_they_end_with_the_hook(self, ends: Ends) -> None:
+        before = set(threading.enumerate())
+        ends.hook.start_beats()
+        (thread,) = set(threading.enumerate()) - before
+        ends.hook.close()
+        assert not thread.is_alive()

@@ -11,6 +11,7 @@ from kvatlas.router.service import choose_again
 from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel, UnknownPolicy
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import ENGINE_STALLED, Doubted
 from kvatlas.schemas.routing import Decision, decode_decision, encode_decision
 from testkit.fleet import MODEL, Fleet, RouterUnderTest, StillFeed, a_prompt, a_request
 
@@ -200,6 +201,50 @@ class TestReports:
         assert first.worker not in {c.worker for c in router.score(a_request(PROMPT)).candidates}
         router.clock.advance(1.1)
         assert first.worker in {c.worker for c in router.score(a_request(PROMPT)).candidates}
+
+    def test_a_worker_whose_engine_has_stalled_is_left_out_until_it_lives(
+        self, fleet: Fleet
+    ) -> None:
+        router = fleet.router()
+        first = router.route(a_request(PROMPT))
+        fleet.tell(first.worker, Doubted(f"{ENGINE_STALLED}: no sign of life for 6 s; and more"))
+        answers = [router.route(a_request(PROMPT)) for _ in range(10)]
+        assert first.worker not in {answer.worker for answer in answers}
+        assert first.worker not in {c.worker for c in router.score(a_request(PROMPT)).candidates}
+        (reason,) = [why for why in answers[-1].reasons if "left out" in why]
+        assert reason.startswith(
+            f"{InstanceId(first.worker, 0)} is left out: doubted: engine_stalled"
+        )
+        fleet.tell(first.worker, Doubted(""))
+        assert first.worker in {c.worker for c in router.score(a_request(PROMPT)).candidates}
+
+    def test_engines_that_have_all_stalled_are_still_tried(self, fleet: Fleet) -> None:
+        router = fleet.router()
+        num_workers = router.score(a_request(PROMPT)).num_candidates
+        for view in fleet.state.instances():
+            fleet.tell(view.instance.worker, Doubted(ENGINE_STALLED))
+        answer = router.route(a_request(PROMPT))
+        assert answer.num_candidates == num_workers
+        assert not [why for why in answer.reasons if "left out" in why]
+
+    def test_a_worker_of_which_nothing_is_heard_is_left_out_and_tried_again(
+        self, fleet: Fleet
+    ) -> None:
+        router = fleet.router(overdue_seconds=10.0)
+        hung = router.route(a_request(PROMPT))
+        router.done(hung.decision_id, Report())
+        chosen: list[str] = []
+        for _ in range(120):
+            # what fits best at the one that hangs now, and a stranger
+            for prompt in (PROMPT, a_prompt(32, start=50_000 + len(chosen))):
+                answer = router.route(a_request(prompt))
+                chosen.append(answer.worker)
+                if answer.worker != hung.worker:
+                    router.done(answer.decision_id, Report())
+            router.clock.advance(1.0)
+        assert chosen[:60].count(hung.worker) > 5
+        assert chosen[-60:].count(hung.worker) <= 2
+        assert router.overdue_at(InstanceId(hung.worker, 0)).startswith("overdue: no report")
 
     def test_workers_that_all_failed_are_still_tried(self, fleet: Fleet) -> None:
         router = fleet.router()

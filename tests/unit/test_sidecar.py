@@ -20,6 +20,7 @@ from kvatlas.schemas.errors import SidecarUnavailable, StreamRefused
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
+    ENGINE_STALLED,
     WIRE_VERSION,
     BlockRemoved,
     BlockStored,
@@ -346,6 +347,29 @@ async def test_a_broker_that_refuses_everything_is_named_less_and_less_often(
     pauses = [float(line.rpartition(" in ")[2].removesuffix(" s")) for line in lines]
     assert len(lines) < own.num_refused
     assert pauses == [0.01 * 2**n for n in range(len(pauses))]
+
+
+async def test_an_engine_without_a_sign_of_life_is_doubted_until_it_gives_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_service, "LOOK_SECONDS", 0.01)
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        async with beside(
+            sidecar_options(tmp_path, engine_silent_seconds=0.2), broker.connect()
+        ) as one:
+            one.hook.stored([1], None, tokens_of(1))
+            await one.channel.flush()
+            one.ring.beat()
+            await until(lambda: fold.doubt.startswith(ENGINE_STALLED))
+            # an inventory, by which a reader that begins later knows it, says it as well
+            fold.doubt = ""
+            await bus.request(inventory_subject(W), b"", WAIT_SECONDS)
+            await until(lambda: fold.doubt.startswith(ENGINE_STALLED))
+            one.ring.beat()
+            await until(lambda: fold.doubt == "")
+            status = await one.channel.status()
+        assert status.counters["engine_stalls"] >= 1
+        assert fold.held[Tier.hbm] == set(chain_of(1))
 
 
 async def test_a_quarantined_instance_goes_on_and_so_does_one_that_is_spoken_of_in_riddles(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.schemas.kv_events import ENGINE_STALLED
 
 
 class InstanceMatch(NamedTuple):
@@ -34,6 +35,10 @@ class Replaced(Struct, frozen=True):
     last_event_ns: int = 0
 
 
+#: how the reason of a degraded instance begins whose sidecar says that the engine has stalled
+_STALLED = f"doubted: {ENGINE_STALLED}"
+
+
 class InstanceView(Struct, frozen=True):
     """An instance as others see it.
 
@@ -56,6 +61,11 @@ class InstanceView(Struct, frozen=True):
     replaced: Replaced | None = None
     divergent: dict[Tier, tuple[int, int]] = {}
     muted: dict[bytes, str] = {}
+
+    @property
+    def stall(self) -> str:
+        """Why its engine is taken for stalled; empty while it is not."""
+        return next((why for why in self.trust_reasons if why.startswith(_STALLED)), "")
 
 
 class TreeRun(Struct, frozen=True):

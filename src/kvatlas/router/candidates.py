@@ -45,6 +45,8 @@ class Gathered(NamedTuple):
     slate: Slate
     #: of each group, the prompt's chain; not to be recorded if the prompt is salted
     chains: tuple[bytes, ...]
+    #: whose engine gives no sign of life and is left out, and since when
+    stalled: Mapping[InstanceId, str]
 
 
 class _Known(NamedTuple):
@@ -117,6 +119,9 @@ class Candidates:
             if len(lineup.doubtful) == len(lineup):
                 raise NoCandidate(request.model, "none of its workers is exact")
             lineup = lineup.without(lineup.doubtful)
+        stalled = lineup.stalled
+        if stalled:
+            lineup = lineup.without(frozenset(stalled))
         if avoided:
             lineup = lineup.without(avoided)
         if hashed is not None:
@@ -126,7 +131,10 @@ class Candidates:
         held = self._held(lineup, chains)
         slate = Slate(lineup, self._reused(lineup, chains, held), prompt_tokens)
         self._fill(slate, held, chains, now)
-        return Gathered(lineup, slate, chains)
+        if stalled:
+            left = lineup.line_of
+            stalled = {who: why for who, why in stalled.items() if who not in left}
+        return Gathered(lineup, slate, chains, stalled)
 
     def _mutes(self, lineup: Lineup, request: ScoreRequest) -> dict[InstanceId, str]:
         """Return whose answer about the request's namespace is not all that it holds, and why.

@@ -257,7 +257,7 @@ def _worker(service: RouterService, view: InstanceView, naming: Namings) -> Work
         epoch=view.epoch,
         seq=view.seq,
         trust=view.trust,
-        trust_reasons=view.trust_reasons,
+        trust_reasons=(*view.trust_reasons, *filter(None, [service.overdue_at(view.instance)])),
         num_blocks=view.num_blocks,
         blocks_by_tier={tier.name: d.count for tier, d in view.digests.items() if d.count},
         digests={

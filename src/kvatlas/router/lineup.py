@@ -206,6 +206,11 @@ class Lineup:
         return frozenset(view.instance for view, seat in each if seat.trust is not Trust.exact)
 
     @cached_property
+    def stalled(self) -> Mapping[InstanceId, str]:
+        """Whose engine gives no sign of life, and since when."""
+        return {view.instance: view.stall for view in self.views if view.stall}
+
+    @cached_property
     def muted(self) -> tuple[tuple[InstanceView, int], ...]:
         """Who has muted namespaces, and their groups."""
         each = zip(self.views, self.group_of, strict=True)
@@ -270,9 +275,9 @@ def _shown(seat: Seat, info: WorkerInfo) -> tuple[str, int, str, Trust, int]:
     return seat.worker, seat.rank, info.base_url, seat.trust, seat.block_tokens
 
 
-def _look(view: InstanceView) -> tuple[int, Trust, Mapping[bytes, str]]:
+def _look(view: InstanceView) -> tuple[int, Trust, Mapping[bytes, str], str]:
     """Return what of a view a lineup depends on, beside its name and description."""
-    return view.epoch, view.trust, view.muted
+    return view.epoch, view.trust, view.muted, view.stall
 
 
 def lot(worker: str, rank: int) -> bytes:

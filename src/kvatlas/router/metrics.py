@@ -268,6 +268,11 @@ class StateCollector(Collector):
         muted = GaugeMetricFamily(
             "kv_namespaces_muted", "Namespaces of which it holds more than it says", labels=labels
         )
+        unresponsive = GaugeMetricFamily(
+            "kv_worker_unresponsive",
+            "1 while its engine gives no sign of life, or reports about its requests are overdue",
+            labels=labels,
+        )
         in_flight = GaugeMetricFamily("kv_worker_in_flight", "Requests routed", labels=labels)
         queued = GaugeMetricFamily(
             "kv_worker_queued_seconds", "Predicted prefill queued", labels=labels
@@ -282,6 +287,8 @@ class StateCollector(Collector):
                 trust.add_metric([*where, state], float(view.trust is state))
             blocks.add_metric(where, view.num_blocks)
             muted.add_metric(where, len(view.muted))
+            is_silent = bool(view.stall or self._service.overdue_at(view.instance))
+            unresponsive.add_metric(where, float(is_silent))
             for tier, counts in view.divergent.items():
                 for side, count in zip(("worker", "index"), counts, strict=True):
                     divergent.add_metric([*where, tier.name, side], count)
@@ -290,7 +297,7 @@ class StateCollector(Collector):
                 queued.add_metric(where, load.queued_ms / 1000)
                 work.add_metric(where, load.work_ms / 1000)
                 speed.add_metric(where, 1000 / load.compute_ms_per_token)
-        yield from (trust, blocks, divergent, muted, in_flight, queued, work, speed)
+        yield from (trust, blocks, divergent, muted, unresponsive, in_flight, queued, work, speed)
 
     def _router(self) -> Iterable[Metric]:
         service = self._service
@@ -317,6 +324,11 @@ class StateCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
             ("kv_requests_expired", "Requests never reported done", service.loads.num_expired),
+            (
+                "kv_overdue_requests",
+                "Requests of which nothing was heard in time",
+                service.overdue.num_overdue,
+            ),
             (
                 "kv_implausible_reports",
                 "Reported times that cannot be true, from which no rate was learnt",

@@ -21,6 +21,7 @@ from kvatlas.router.answers import RouteAnswer, ScoreAnswer
 from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
 from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Load, Loads
+from kvatlas.router.overdue import OverdueRequests
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.plans import Lenders, plan_for
 from kvatlas.router.policies import Choice, Pick, Policy, picker, policy_named
@@ -36,8 +37,8 @@ from kvatlas.router.signals import (
     Signal,
     new_router_id,
 )
-from kvatlas.router.slate import Slate
 from kvatlas.router.transfer_params import transfer_params
+from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import NoCandidate, PromptTooLarge, UnknownDecision, UnknownModel
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
@@ -46,6 +47,8 @@ from kvatlas.schemas.settings import RouterSettings
 
 #: candidates whose part of the question a decision keeps; beyond it only the cheapest
 MAX_RECORDED_CANDIDATES = 256
+#: workers left out that a decision names; beyond it the others are in /v1/workers only
+MAX_NAMED_LEFT_OUT = 4
 #: the settings that a policy's choice depends on
 POLICY_SETTINGS = (
     "load_window_ms",
@@ -154,6 +157,7 @@ class RouterService:
         self.failures = Failures(
             self.settings.failure_pause_seconds, self.settings.max_failure_pause_seconds
         )
+        self.overdue = OverdueRequests(self.settings.overdue_seconds, self.settings.overdue_factor)
         self.log: DecisionLog = MemoryDecisionLog(self.settings) if log is None else log
         self._candidates = Candidates(index, self.loads, self.overlay, fleet_key)
         self._clock, self._wall_ns = clock, wall_ns
@@ -198,6 +202,10 @@ class RouterService:
         instance, epoch = slate.instance(taken.chosen), lineup.views[taken.chosen].epoch
         transfer_ms = price.terms[1] + price.pull_ms
         self.loads.routed(decision.id, instance, plan, transfer_ms, now)
+        expected_ms = decision.chosen.expected_ttft_ms
+        is_new = plan.reuse_blocks * BLOCK_HASH_BYTES < len(chain)
+        new_block = chain[-BLOCK_HASH_BYTES:] if is_new else b""
+        self.overdue.routed(decision.id, instance, epoch, expected_ms, now, new_block)
         self.overlay.expect(decision.id, (instance, epoch), chain, now)
         known = chain[:MAX_CHAIN_BYTES]
         # not by the name in the request: loads belong to the worker's own model
@@ -234,6 +242,7 @@ class RouterService:
         is_first = instance is not None and not self.loads.is_prefilled(decision_id)
         applied = self.loads.prefilled(decision_id, report, self._clock())
         if applied:
+            self._hear(decision_id, report)
             self.say(Prefilled(decision_id, report))
         return self._outcome(decision_id, report, applied, instance if is_first else None)
 
@@ -242,6 +251,7 @@ class RouterService:
         instance = self.loads.instance_of(decision_id)
         applied = self.loads.done(decision_id, report, self._clock())
         if applied:
+            self._hear(decision_id, report)
             self.say(Done(decision_id, report))
         return self._outcome(decision_id, report, applied, instance)
 
@@ -254,6 +264,10 @@ class RouterService:
     def load_of(self, instance: InstanceId, epoch: int = 0) -> Load | None:
         """Return the load of an instance as of now, None if it was no candidate lately."""
         return self.loads.known(instance, self._clock(), epoch)
+
+    def overdue_at(self, instance: InstanceId) -> str:
+        """Say why an instance is suspected to answer no more; empty where it is not."""
+        return self.overdue.reason(instance, self._clock())
 
     def _counted(self, decision_id: str, report: Report) -> Report:
         """Return the report with what an engine's count of cached tokens says, in our own fields.
@@ -294,7 +308,7 @@ class RouterService:
 
     def _ask(self, request: ScoreRequest, now: float) -> Gathered:
         try:
-            gathered = self._candidates.gather(request, now, self.failures.avoided(now))
+            gathered = self._candidates.gather(request, now, self._avoided(now))
         except UnknownModel:
             if self.feed.is_ready:
                 raise
@@ -306,6 +320,19 @@ class RouterService:
         slate.turn = self._turns.get(request.model, 0)
         slate.seed = self._random.getrandbits(63)
         return gathered
+
+    def _hear(self, decision_id: str, report: Report) -> None:
+        if not report.failed:  # of a failed one nothing may have come back
+            self.overdue.reported(decision_id, self._clock())
+
+    def _avoided(self, now: float) -> frozenset[InstanceId]:
+        self.overdue.look(now, self._holds)
+        suspects = self.overdue.left_out(now)
+        failing = self.failures.avoided(now)
+        return failing.union(suspects) if suspects else failing
+
+    def _holds(self, instance: InstanceId, block_hash: bytes) -> bool:
+        return any(holder == instance for holder, _ in self.index.holders(block_hash))
 
     def _decision(
         self,
@@ -332,7 +359,7 @@ class RouterService:
             candidates=tuple(scores),
             num_candidates=len(slate),
             plan=plan,
-            reasons=self._reasons(slate, taken, salted, age_ms),
+            reasons=self._reasons(gathered, taken, salted, age_ms),
             settings=self._recorded_settings,
             question=Question(slate.prompt_tokens, slate.turn, slate.seed, ()),
             is_question_complete=is_complete,
@@ -341,7 +368,10 @@ class RouterService:
             index_age_ms=age_ms,
         )
 
-    def _reasons(self, slate: Slate, taken: Pick, salted: bool, age_ms: float) -> tuple[str, ...]:
+    def _reasons(
+        self, gathered: Gathered, taken: Pick, salted: bool, age_ms: float
+    ) -> tuple[str, ...]:
+        slate = gathered.slate
         reasons = [f"{self.policy.name}: {taken.reason}"]
         longest, longest_tokens = slate.longest, slate.match_tokens(slate.longest)
         if longest_tokens > slate.match_tokens(taken.chosen):
@@ -355,6 +385,10 @@ class RouterService:
             why = slate.lineup.mutes.get(slate.instance(taken.chosen))
             because = f" ({why})" if why else ""
             reasons.append(f"the chosen worker's index is {trust}{because}")
+        left_out = {**gathered.stalled, **self.overdue.left_out(self._clock())}
+        for instance, why in list(left_out.items())[:MAX_NAMED_LEFT_OUT]:
+            if instance not in slate.lineup.line_of:
+                reasons.append(f"{instance} is left out: {why}")
         if not self.feed.connected:
             reasons.append(f"no broker: the index is {age_ms:.0f} ms old")
         if salted:

@@ -19,6 +19,7 @@ from kvatlas.events.bus import Bus, Subscription
 from kvatlas.events.subjects import ROUTERS, router_subject
 from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Loads
+from kvatlas.router.overdue import OverdueRequests
 from kvatlas.router.overlay import Overlay
 from kvatlas.router.requests import Report
 from kvatlas.router.signals import (
@@ -66,8 +67,16 @@ _logger = logging.getLogger(__name__)
 class SiblingState:
     """What other routers do to the loads of this one. Pure: callers pass the time."""
 
-    def __init__(self, router_id: str, loads: Loads, overlay: Overlay, failures: Failures) -> None:
-        self.router_id = router_id
+    def __init__(
+        self,
+        router_id: str,
+        loads: Loads,
+        overlay: Overlay,
+        failures: Failures,
+        overdue: OverdueRequests | None = None,
+    ) -> None:
+        """`overdue` has this router's own requests, about which others may get the reports."""
+        self.router_id, self._overdue = router_id, overdue
         self._loads, self._overlay, self._failures = loads, overlay, failures
         #: router -> when it was last heard
         self._heard: dict[str, float] = {}
@@ -110,6 +119,7 @@ class SiblingState:
             case Routed():
                 self._routed(router, signal, now)
             case Prefilled(decision_id, report):
+                self._hear(decision_id, report, now)
                 self._loads.prefilled(decision_id, report, now)
             case Done(decision_id, report):
                 self._done(signal, now)
@@ -150,9 +160,14 @@ class SiblingState:
         )
         self._overlay.expect(signal.decision_id, (instance, signal.epoch), signal.chain, now)
 
+    def _hear(self, decision_id: str, report: Report, now: float) -> None:
+        if self._overdue is not None and not report.failed:
+            self._overdue.reported(decision_id, now)
+
     def _done(self, signal: Done, now: float) -> None:
         instance = self._loads.instance_of(signal.decision_id)
         self._own.pop(signal.decision_id, None)
+        self._hear(signal.decision_id, signal.report, now)
         self._loads.done(signal.decision_id, signal.report, now)
         if signal.report.failed:
             self._overlay.withdraw(signal.decision_id)

@@ -33,6 +33,10 @@ Hash16 = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HAS
 MAX_MUTED_ROOTS = 4096
 
 
+#: the reason of a Doubted begins so while the engine gives no sign of life: routers leave it out
+ENGINE_STALLED = "engine_stalled"
+
+
 def _whole(hashes: bytes) -> None:
     if len(hashes) % BLOCK_HASH_BYTES:
         raise ValueError(f"{len(hashes)} bytes of hashes, expected a multiple of 16")
@@ -114,7 +118,7 @@ class Resync(Struct, frozen=True, array_like=True, tag="resync", gc=False):
 
 
 class Doubted(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
-    """Whoever speaks for the instance has missed something of the engine for good.
+    """Something of the engine was missed for good, or it gives no sign of life (ENGINE_STALLED).
 
     Until it is taken back with an empty reason, or a new epoch begins, nothing makes it exact.
     """

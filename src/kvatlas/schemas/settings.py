@@ -178,6 +178,11 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: `sidecar.lease_ttl_seconds` bounds
     failure_pause_seconds: NotNegative = 1.0
     max_failure_pause_seconds: NotNegative = 8.0
+    #: a request of which nothing is heard for so long is overdue, and a worker that owes several,
+    #: while others are reported, is only tried again now and then; short suspects slow workers
+    overdue_seconds: Annotated[float, Meta(ge=1)] = 10.0
+    #: nor before so many times what such requests take; low suspects workers with long queues
+    overdue_factor: Annotated[float, Meta(ge=1)] = 4.0
     #: a request that is never reported done stops counting as load after this; below the longest
     #: request, busy workers look idle
     request_timeout_seconds: Positive = 600.0
@@ -212,6 +217,9 @@ class ReportingSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     #: how often digests are published for the index to compare; seldom shows divergence late, and
     #: above the index's patience (15 s) a quiet worker looks `stale`
     digest_seconds: Seconds = 2.0
+    #: an engine that gave no sign of life for so long is left out by routers until it gives one;
+    #: short takes a long pause of its process for a hang, long sends requests to one that hangs
+    engine_silent_seconds: Annotated[float, Meta(ge=1)] = 6.0
     #: events that wait for the broker; more become one resync, and the whole inventory is sent
     max_outbox_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 1024**2
     #: and none of them for longer; an inventory says the same in less than a long story. Less than

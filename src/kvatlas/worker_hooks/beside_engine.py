@@ -4,11 +4,13 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
+from kvatlas.backoff import Backoff
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.hook import WorkerHook
@@ -17,8 +19,8 @@ from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_apart import start_apart
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
-#: a sidecar that ends is started again no sooner than this after the last time
-REVIVE_SECONDS = 2.0
+#: a sidecar that has ended is started again after so long at first, and at most
+REVIVE_SECONDS, MAX_REVIVE_SECONDS = 0.5, 30.0
 #: TOML file of settings, as --config is for the roles of the command line
 CONFIG_VARIABLE = "KVATLAS_CONFIG"
 
@@ -47,31 +49,42 @@ class BesideEngine:
             self._owned = owned.pop_all()
         #: sidecars started so far; another one has made a serve pool of its own
         self.generation = 1
-        self._revive_at = 0.0
+        self._revivals = Backoff(REVIVE_SECONDS, MAX_REVIVE_SECONDS, MAX_REVIVE_SECONDS)
+        #: the end of the present sidecar has been noted
+        self._is_noted = False
         #: a forked child leaves everything to its parent
         self._owner_pid = os.getpid()
         self._is_closed = False
+        #: held while a sidecar is started or stopped
+        self._lock = threading.Lock()
+        self.hook.start_beats(also=self.revive)
 
     def revive(self) -> None:
         """Start the sidecar again if it has ended, unless another instance has taken its place.
 
         It asks the engine to list what it holds, so nothing is lost but time.
         """
-        if self._is_closed or self.sidecar.exit_status in (None, FENCED_STATUS):
-            return
-        if time.monotonic() < self._revive_at:
-            return
-        self._revive_at = time.monotonic() + REVIVE_SECONDS
-        _log.error("kvatlas: the sidecar has ended with %s; again", self.sidecar.exit_status)
-        try:
-            self.sidecar = start_apart(self.options)
-            self.generation += 1
-        except OSError as error:
-            _log.error("kvatlas: no sidecar: %s", error)
+        with self._lock:
+            status, now = self.sidecar.exit_status, time.monotonic()
+            if self._is_closed or status in (None, FENCED_STATUS):
+                return
+            if not self._is_noted:
+                self._is_noted = True
+                pause = self._revivals.next(now)
+                _log.error("kvatlas: the sidecar ended with %s; again in %.0f s", status, pause)
+            if self._revivals.seconds_left(now):
+                return
+            self._is_noted = False
+            try:
+                self.sidecar = start_apart(self.options)
+                self.generation += 1
+            except OSError as error:
+                _log.error("kvatlas: no sidecar: %s", error)
 
     def close(self) -> None:
         """Let the sidecar publish what is left, then end it. Idempotent."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         if os.getpid() == self._owner_pid:
             self._owned.close()
 

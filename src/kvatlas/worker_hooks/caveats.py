@@ -1,6 +1,7 @@
 """What readers have to know before equal digests make us exact: a doubt, muted namespaces.
 
-whoever listens has missed something --.
+engine without a sign of life ---------.
+whoever listens has missed something --+
 blocks cut otherwise (misfits.py) -----+
 fields of events that nobody reads ----+--> doubt          --> Doubted
 held and not reused, before wire 102 --+
@@ -33,6 +34,8 @@ class Caveats:
         self._has_more_fields = False
         #: why whoever listens doubts; and what the fleet has been told, with our own reason
         self._said_doubt = self.doubt = ""
+        #: why the engine is taken for stalled; empty while it lives
+        self._stall = ""
         #: why namespaces are muted, as long as some are
         self._mute_reason = ""
         #: the fleet has been told in this epoch
@@ -66,6 +69,11 @@ class Caveats:
                 self._has_more_fields = True
         self.tell_doubt()
 
+    def stall(self, reason: str) -> None:
+        """Note that the engine gives no sign of life; without a reason it does again."""
+        self._stall = reason
+        self.tell_doubt()
+
     def tell_doubt(self) -> None:
         """Tell why the instance is doubtful: what was said, and what the edge has seen itself."""
         self._put_doubt()
@@ -97,8 +105,9 @@ class Caveats:
 
     def _put_doubt(self) -> None:
         muted = "" if self._tells_mutes else self._muted_in_words()
+        # the stall first: routers look for it at the beginning
         parts = (
-            *(self._said_doubt, self._misfits.reason, self._unread_in_words()),
+            *(self._stall, self._said_doubt, self._misfits.reason, self._unread_in_words()),
             *(self._standing_doubt, muted),
         )
         self.doubt = "; ".join(filter(None, parts))

@@ -166,6 +166,11 @@ class Edge:
         """Why the instance is doubtful; empty where it is not."""
         return self._caveats.doubt
 
+    def stall(self, reason: str) -> list[KvEvent]:
+        """Note that the engine gives no sign of life, or does again; return how that is said."""
+        self._caveats.stall(reason)
+        return self._telling.take()
+
     def mute(self, roots: Iterable[bytes], reason: str) -> list[KvEvent]:
         """Tell of these namespaces only what leaves them, from now on; return how that is said."""
         self._caveats.mute(roots, reason)

@@ -1,5 +1,7 @@
 """What an engine's adapter calls. Everything expensive happens in the sidecar."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvatlas.schemas.errors import InvalidBlock
@@ -20,6 +22,8 @@ from kvatlas.worker_hooks.ring import RingWriter
 
 #: events of a listing appended by one call, so that no engine step pays for all of it
 _LISTED_PER_CALL = 64
+#: between two signs of life
+BEAT_SECONDS = 0.5
 
 
 class WorkerHook:
@@ -29,8 +33,12 @@ class WorkerHook:
     `num_rejected`, what finds no room in `num_lost`, and the sidecar learns of a loss.
     """
 
-    def __init__(self, ring: RingWriter) -> None:
-        self._ring = ring
+    def __init__(self, ring: RingWriter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ring, self._clock = ring, clock
+        self._beating: threading.Thread | None = None
+        self._beats_end = threading.Event()
+        #: when the engine's own loop called `pump` last
+        self._pumped_at = self._clock()
         self._held: Callable[[], Iterator[RawEvent]] | None = None
         self._listing: Iterator[RawEvent] | None = None
         self._listings_begun = 0
@@ -108,12 +116,37 @@ class WorkerHook:
         """Go on with a listing that the sidecar wants. An idle engine calls it now and then."""
         if self._is_closed:
             return
+        self._pumped_at = self._clock()
         if self._listing is not None or self._ring.listings_wanted != self._listings_begun:
             self._list_some()
+
+    def start_beats(
+        self, loop_seconds: float | None = None, also: Callable[[], None] | None = None
+    ) -> None:
+        """Give signs of life from a thread of this process, so that a stopped engine is noticed.
+
+        With `loop_seconds` the engine promises to call `pump` at least so often from its own loop,
+        also while it is idle; while it does not, no sign is given. `also` runs with each sign.
+        """
+
+        def beat() -> None:
+            while not self._beats_end.wait(BEAT_SECONDS):
+                if loop_seconds is None or self._clock() - self._pumped_at < loop_seconds:
+                    self._ring.beat()
+                if also is not None:
+                    also()
+
+        self._ring.beat()
+        self._beating = threading.Thread(target=beat, name="kvatlas beats", daemon=True)
+        self._beating.start()
 
     def close(self) -> None:
         """Let go of the ring; what is said afterwards is counted as rejected."""
         self._is_closed = True
+        self._beats_end.set()
+        # a forked child has no such thread; and it may be the thread itself that closes
+        if self._beating is not None and self._beating is not threading.current_thread():
+            self._beating.join()
         self._ring.close()
 
     def _append(self, event: RawEvent) -> None:

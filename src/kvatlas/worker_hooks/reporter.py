@@ -12,7 +12,13 @@ from msgspec import Struct
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidSetting, MalformedBatch, MalformedEvent
 from kvatlas.schemas.ids import Tier
-from kvatlas.schemas.kv_events import BlockRemoved, BlockStored, KvEvent, WorkerUp
+from kvatlas.schemas.kv_events import (
+    ENGINE_STALLED,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    WorkerUp,
+)
 from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.adapter import UNKNOWN_FIELD, EngineAdapter
 from kvatlas.worker_hooks.engines.registry import adapter_of
@@ -163,6 +169,11 @@ class Reporter:
     def _put_digests(self, caveats: list[KvEvent]) -> None:
         # in one batch: a caveat that got lost alone would leave digests that make us exact
         self._outbox.add_whole([*caveats, *self._edge.digests()])
+
+    def stall(self, seconds: float | None) -> None:
+        """Report that the engine has given no sign of life for so long; None: it does again."""
+        reason = "" if seconds is None else f"{ENGINE_STALLED}: no sign of life for {seconds:.0f} s"
+        self._outbox.add(self._edge.stall(reason))
 
     def disown(self, hashes: bytes) -> None:
         """Report that blocks are not held which somebody believed in."""

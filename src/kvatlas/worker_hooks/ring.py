@@ -1,7 +1,7 @@
 """A bounded byte ring in a shared file: the engine appends, the sidecar takes.
 
     file    0  magic   capacity   writer lists                      written once
-           64  head    dropped                                       written by the writer
+           64  head    dropped   beats                               written by the writer
           128  tail    told      listings wanted   asleep            written by the reader
          4096  capacity bytes of records, a power of two
 
@@ -15,6 +15,8 @@ format Q is one 8-byte copy. x86 keeps the order of stores and that of loads, so
 `head` sees the record. ARM keeps neither; there `check` (low half of XXH3-64 of the payload, seeded
 with the position) tells a record from what lay there before, and the reader looks again later. Its
 store of `tail` depends on that comparison, so the writer never overwrites what is still being read.
+
+`beats` counts signs of life of the writer's process, by a thread of its own; 0: it gives none.
 
 The writer never waits. A record without room is dropped and counted; the next one with room is
 preceded by one loss marker. If no next one comes, the reader finds the loss in `dropped`. A reader
@@ -53,7 +55,7 @@ DEFAULT_CAPACITY_BYTES = 16 * 1024 * 1024
 _MAGIC = int.from_bytes(b"kvring01", "little")
 _DATA = 4096
 _LISTS = 2
-_HEAD, _DROPPED = 8, 9
+_HEAD, _DROPPED, _BEATS = 8, 9, 10
 _TAIL, _TOLD, _WANTED, _ASLEEP = 16, 17, 18, 19
 _CHANGE = "name another path for the ring"
 _LOSS_BIT = 1 << 31
@@ -136,6 +138,11 @@ class _Ring:
     def head(self) -> int:
         """Bytes written since the beginning."""
         return self._words[_HEAD]
+
+    @property
+    def beats(self) -> int:
+        """Signs of life that the writer's process has given; 0 if it gives none."""
+        return self._words[_BEATS]
 
     @property
     def tail(self) -> int:
@@ -231,6 +238,13 @@ class RingWriter(_Ring):
         if self._words[_ASLEEP]:
             self._wake()
         return True
+
+    def beat(self) -> None:
+        """Give a sign of life. One thread of the process does, which may be another than appends.
+
+        Raises ValueError once the ring is closed.
+        """
+        self._words[_BEATS] += 1
 
     def _wake(self) -> None:
         try:

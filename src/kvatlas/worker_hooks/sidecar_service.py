@@ -52,6 +52,7 @@ from kvatlas.worker_hooks.channel import (
     Status,
 )
 from kvatlas.worker_hooks.edge import Edge
+from kvatlas.worker_hooks.engine_pulse import LOOK_SECONDS, EnginePulse
 from kvatlas.worker_hooks.exchange import BlockExchange, missing_all
 from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.pool import ServePool
@@ -135,7 +136,7 @@ class Sidecar:
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: "missing_REASON", of blocks that a pull did not bring, from the first one on
         self._counters = dict.fromkeys(
-            ["refused_batches", "published_batches", "epochs", "pulled_blocks"], 0
+            ["refused_batches", "published_batches", "epochs", "pulled_blocks", "engine_stalls"], 0
         )
 
     def stop(self, reason: str) -> None:
@@ -150,10 +151,12 @@ class Sidecar:
         async with asyncio.TaskGroup() as tasks, ChannelServer(path, self._answer):
             draining = tasks.create_task(self._drain_loop())
             telling = tasks.create_task(self._tell_loop())
+            watching = tasks.create_task(self._watch_engine())
             connection = tasks.create_task(self._connect())
             reason = await self._stopping
             draining.cancel()
             telling.cancel()
+            watching.cancel()
             if reason != FENCED:
                 await self._say_goodbye(reason)
             connection.cancel()
@@ -213,6 +216,24 @@ class Sidecar:
             else:
                 self._reporter.put_digests()
             self._work.set()
+
+    async def _watch_engine(self) -> None:
+        """Say when the engine stops giving signs of life, and when it gives them again."""
+        pulse = EnginePulse(self._options.engine_silent_seconds)
+        while True:
+            if pulse.look(self._ring.beats, self._ring.head, time.monotonic()):
+                is_stalled = pulse.is_stalled
+                self._counters["engine_stalls"] += is_stalled
+                _logger.warning(
+                    "%s: the engine %s",
+                    self._instance,
+                    f"has given no sign of life for {pulse.silence_seconds:.0f} s"
+                    if is_stalled
+                    else "gives signs of life again",
+                )
+                self._reporter.stall(pulse.silence_seconds if is_stalled else None)
+                self._work.set()
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _disown(self, hashes: bytes) -> None:
         """A peer asked for blocks that are not there: tell the index, if it believes in them."""

@@ -53,7 +53,8 @@ class Beside:
     def __init__(self, options: SidecarOptions, bus: Bus, fabric: MemoryFabric | None) -> None:
         self.options = options
         path = Path(options.ring_path)
-        self.hook = WorkerHook(RingWriter.create(path, lists=True))
+        self.ring = RingWriter.create(path, lists=True)
+        self.hook = WorkerHook(self.ring)
         self.reader = RingReader(path)
         self.pool = make_pool(options)
         self.sidecar = Sidecar(options, self.reader, bus, self.pool, fabric)

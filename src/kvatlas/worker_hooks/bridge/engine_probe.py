@@ -15,6 +15,8 @@ from msgspec import Struct
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 TIMEOUT_SECONDS = 2.0
+#: what `ask_engine` takes at most: so many questions one after the other
+PROBE_SECONDS = 3 * TIMEOUT_SECONDS
 
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _START_TIME = re.compile(r"^process_start_time_seconds\s+(?P<seconds>\S+)", re.MULTILINE)

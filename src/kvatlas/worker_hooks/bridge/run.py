@@ -17,7 +17,12 @@ import msgspec
 
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.schemas.errors import EndpointUnusable
-from kvatlas.worker_hooks.bridge.engine_probe import EngineFacts, EventSource, ask_engine
+from kvatlas.worker_hooks.bridge.engine_probe import (
+    PROBE_SECONDS,
+    EngineFacts,
+    EventSource,
+    ask_engine,
+)
 from kvatlas.worker_hooks.bridge.follow_options import FollowOptions
 from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed, PayloadReader
@@ -30,6 +35,10 @@ from kvatlas.worker_hooks.bridge.stimuli import (
     Effect,
     EngineAnswered,
     EngineSilent,
+    FrameArrived,
+    FrameReplayed,
+    ReplayEnded,
+    ReplayFailed,
     Restarted,
     Stimulus,
     Ticked,
@@ -167,6 +176,11 @@ class RankBridge:
         self._is_block_size_wrong = self._is_lookahead_wrong = self._has_told_wait = False
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sidecar: Sidecar | None = None
+        self._ring: RingWriter | None = None
+        #: the engine has answered a question for batches, and did not answer the last one
+        self._answers_replays = self._is_deaf = False
+        #: until when the last answer of the engine's HTTP server is a sign of life
+        self._alive_until = float("-inf")
 
     def stop(self, reason: str) -> None:
         """Let `run` publish what it has and return; only the first reason counts."""
@@ -181,6 +195,9 @@ class RankBridge:
             self._source.put(EngineSilent())
             return
         self._source.put(EngineAnswered(facts.identity))
+        # not over before two further probes have had no answer
+        a_probe = self._options.probe_seconds + PROBE_SECONDS
+        self._alive_until = time.monotonic() + 2 * a_probe
         if facts.num_blocks and not self._options.num_blocks:
             self._num_blocks = facts.num_blocks
             self._state.learn_num_blocks(facts.num_blocks)
@@ -192,6 +209,7 @@ class RankBridge:
         path = self._folder / f"{self._rank}.ring"
         ring = RingWriter.create(path, self._options.ring_bytes)
         reader = RingReader(path)
+        self._ring = ring
         try:
             async with self._source, asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(self._follow(ring))
@@ -201,6 +219,7 @@ class RankBridge:
                 for task in (following, ticking, reporting):
                     task.cancel()
         finally:
+            self._ring = None
             reader.close()
             ring.close()
         self._log_counters()
@@ -299,7 +318,28 @@ class RankBridge:
             stimulus = await self._source.next()
             await self._carry_out(self._handle(stimulus), ring)
 
+    def hear(self, stimulus: Stimulus) -> None:
+        """Take in what a stimulus says about whether the engine computes."""
+        match stimulus:
+            case ReplayFailed():
+                self._is_deaf = self._answers_replays
+            case FrameReplayed() | ReplayEnded():
+                self._answers_replays, self._is_deaf = True, False
+            case FrameArrived():
+                self._is_deaf = False
+            case _:
+                pass
+
+    def give_sign(self, now: float) -> None:
+        """Give a sign of life in the engine's stead, if its HTTP server answers.
+
+        That may be another process than the one that computes, which answers replays.
+        """
+        if self._ring is not None and not self._is_deaf and now < self._alive_until:
+            self._ring.beat()
+
     def _handle(self, stimulus: Stimulus) -> list[Effect]:
+        self.hear(stimulus)
         return self._state.handle(stimulus, time.monotonic())
 
     async def _carry_out(self, effects: list[Effect], ring: RingWriter) -> None:
@@ -332,6 +372,7 @@ class RankBridge:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._source.put(Ticked())
+            self.give_sign(time.monotonic())
 
     async def _report(self) -> None:
         while True:

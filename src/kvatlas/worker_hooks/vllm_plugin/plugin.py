@@ -91,7 +91,6 @@ class VllmPublisher:
             rank,
             _is_cached_in(pool),
             (lambda: _num_cached_in(pool)) if can_audit else None,
-            beside.revive,
         )
         self._reports.start()
         running.begin(rank, running.Running(beside, self._reports))

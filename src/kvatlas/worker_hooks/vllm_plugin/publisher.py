@@ -35,8 +35,7 @@ class EngineReports:
     """What one engine tells its sidecar; every call may come from any thread.
 
     `is_cached` and `num_cached` look into the live block map and are called by `batch` only, on the
-    engine's thread. Without them every removal is told as the engine tells it. `look_after` is
-    called now and then from a thread of its own.
+    engine's thread. Without them every removal is told as the engine tells it.
     """
 
     def __init__(
@@ -45,14 +44,12 @@ class EngineReports:
         rank: int,
         is_cached: IsCached | None = None,
         num_cached: Callable[[], int] | None = None,
-        look_after: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hook, self._rank = hook, rank
         self._is_cached, self._num_cached, self._clock = is_cached, num_cached, clock
         self._told = ToldBlocks()
         self._lock = threading.Lock()
-        self._look_after = look_after
         self._next_audit = clock() + AUDIT_SECONDS
         self._stopped = threading.Event()
         self._pump = threading.Thread(target=self._pump_while_idle, daemon=True, name="kvatlas")
@@ -119,5 +116,3 @@ class EngineReports:
         while not self._stopped.wait(IDLE_SECONDS):
             with self._lock:
                 self._hook.pump()
-            if self._look_after is not None:
-                self._look_after()
