@@ -117,6 +117,37 @@ def test_a_kernel_is_kept_until_a_file_that_it_draws_on_changes(place: Any, tmp_
     assert copy.run()["loaded"] == 1
 
 
+def open_to_all(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def of_another_user(folder: Path) -> None:
+    os.chown(folder, 12345, -1)
+
+
+def a_link(folder: Path) -> None:
+    folder.rename(folder.with_name("planted"))
+    folder.symlink_to(folder.with_name("planted"))
+
+
+@pytest.mark.parametrize("place", [where_told, in_the_users_folder])
+@pytest.mark.parametrize("spoil", [open_to_all, of_another_user, a_link])
+def test_code_that_others_may_have_written_is_not_run(
+    place: Any, spoil: Any, tmp_path: Path
+) -> None:
+    if spoil is of_another_user and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    copy = Copy(tmp_path / "source")
+    place(copy, tmp_path / "cache")
+    (copy.kernels / "__pycache__").touch()
+    folder = Path(copy.run()["folder"])
+    copy.environment.setdefault("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    spoil(folder)
+    said = copy.run()
+    assert (said["holders"], said["loaded"], said["folder"]) == (6, 0, None)
+
+
 def test_where_nothing_can_be_kept_each_process_compiles(tmp_path: Path) -> None:
     copy = Copy(tmp_path / "source")
     (tmp_path / "file").touch()

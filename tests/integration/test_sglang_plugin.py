@@ -125,6 +125,21 @@ def test_f53_a_wrong_endpoint_is_named_and_the_engine_runs_on(
     publisher.shutdown()
 
 
+def test_without_shared_memory_the_engine_runs_on(
+    sglang: ServerArgs,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("kvatlas.runtime_folder.shared_memory", lambda: tmp_path / "shm")
+    with caplog.at_level(logging.ERROR):
+        publisher = EventPublisherFactory.create(a_config("nats://h:1?worker=w"))
+    assert f"kvatlas: no KV events leave this engine: folder {tmp_path}/shm: no" in caplog.text
+    publisher.publish(KVEventBatch(0.0, [stored()]))
+    assert publisher.num_failed == 1
+    publisher.shutdown()
+
+
 def test_a_batch_that_cannot_be_encoded_is_counted_and_logged_once(
     sglang: ServerArgs, caplog: pytest.LogCaptureFixture
 ) -> None:

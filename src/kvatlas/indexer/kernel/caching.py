@@ -3,9 +3,12 @@
 A kernel's machine code has in it that of all kernels it calls, and the constants of each, while
 numba looks only at the file that the kernel itself stands in. So its locators are given a stamp of
 all files of this folder beside their own. They keep things where they always do: NUMBA_CACHE_DIR,
-`__pycache__`, or the user's cache folder, the first that can be written to.
+`__pycache__`, or the user's cache folder, the first that can be written to, by this user alone.
 """
 
+import errno
+import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +39,19 @@ class _Stamped:
         return located.get_source_stamp(), _STAMP
 
 
-class UserProvided(_Stamped, caching.UserProvidedCacheLocator):
+class _Owned(_Stamped):
+    """Takes no folder that another user could have put code into: numba runs what it loads."""
+
+    def ensure_cache_path(self) -> None:
+        located: Any = super()
+        located.ensure_cache_path()
+        found = Path(located.get_cache_path()).lstat()
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
+        if not is_ours or found.st_mode & stat.S_IWOTH:
+            raise PermissionError(errno.EACCES, "not of this user alone", located.get_cache_path())
+
+
+class UserProvided(_Owned, caching.UserProvidedCacheLocator):
     """Keeps kernels in NUMBA_CACHE_DIR."""
 
 
@@ -44,7 +59,7 @@ class InTree(_Stamped, caching.InTreeCacheLocator):
     """Keeps kernels in `__pycache__`."""
 
 
-class UserWide(_Stamped, caching.UserWideCacheLocator):
+class UserWide(_Owned, caching.UserWideCacheLocator):
     """Keeps kernels in the user's cache folder."""
 
 
