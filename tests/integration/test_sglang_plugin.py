@@ -136,7 +136,9 @@ def test_without_shared_memory_the_engine_runs_on(
         publisher = EventPublisherFactory.create(a_config("nats://h:1?worker=w"))
     assert f"kvatlas: no KV events leave this engine: folder {tmp_path}/shm: no" in caplog.text
     publisher.publish(KVEventBatch(0.0, [stored()]))
+    assert isinstance(publisher, SglangPublisher)
     assert publisher.num_failed == 1
+    assert isinstance(publisher, EventPublisher)
     publisher.shutdown()
 
 

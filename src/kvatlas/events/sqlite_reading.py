@@ -11,15 +11,15 @@ A file that is opened as immutable and then changes is opened anew, and the quer
 import os
 import shutil
 import sqlite3
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
+from kvatlas.runtime_folder import runtime_folder, temporary_folder
 from kvatlas.schemas.errors import ArchiveDamaged, ArchiveUnavailable
 
 #: how long SQLite waits for another process that writes, where it has to
@@ -41,7 +41,8 @@ class SqliteReading:
 
     def __init__(self, path: Path, shown: str) -> None:
         self._path, self._shown = path, shown
-        self._copied: tempfile.TemporaryDirectory[str] | None = None
+        self._owned = ExitStack()
+        self._copied: Path | None = None
         self._engine: sa.Engine | None = None
         #: of the file where it is opened as immutable; None where it is not
         self._stamp: _Stamp | None = None
@@ -66,8 +67,7 @@ class SqliteReading:
     def close(self) -> None:
         """Give everything back."""
         self._reopen()
-        if self._copied is not None:
-            self._copied.cleanup()
+        self._owned.close()
 
     def _check_file(self) -> None:
         """Raise what a look at the file is enough for."""
@@ -108,7 +108,7 @@ class SqliteReading:
 
     def _open(self) -> sa.Engine:
         if self._copied is not None:
-            return _engine(Path(self._copied.name, self._path.name), "mode=rw")
+            return _engine(self._copied / self._path.name, "mode=rw")
         head = self._head()
         has_wal = len(head) > _READ_VERSION and head[_READ_VERSION] == 2
         self._stamp = self._stamp_now() if has_wal and not self._beside("-wal").exists() else None
@@ -129,16 +129,18 @@ class SqliteReading:
 
     def _copy(self) -> None:
         """Copy the file and what lies beside it to where SQLite may write."""
-        folder = tempfile.TemporaryDirectory(prefix="kvatlas-archive-")
+        # gone with the next one if this process is killed
+        folder = self._owned.enter_context(runtime_folder(temporary_folder(), "archive")) / "copy"
         try:
+            folder.mkdir()
             for end in ("", "-wal", "-journal"):
                 if self._beside(end).exists():
-                    shutil.copyfile(self._beside(end), Path(folder.name, self._path.name + end))
+                    shutil.copyfile(self._beside(end), folder / (self._path.name + end))
         except OSError as error:
-            folder.cleanup()
+            self._owned.close()
             raise ArchiveUnavailable(
                 f"{self._shown}: has changes beside it that are read in a folder to write to only,"
-                f" and it cannot be copied into {folder.name}: {error.strerror}"
+                f" and it cannot be copied into {folder}: {error.strerror}"
             ) from error
         self._copied = folder
 
