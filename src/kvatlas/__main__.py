@@ -15,6 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import kvatlas.bridge_command
         import kvatlas.dead_letters_command
         import kvatlas.engine_commands
+        import kvatlas.quarantine_command
         import kvatlas.settings_command  # noqa: F401 - registers its command
         from kvatlas.commands import run_command
     except ModuleNotFoundError as error:

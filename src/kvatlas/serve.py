@@ -22,6 +22,7 @@ from kvatlas.events.bus import Bus
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_DECISIONS
 from kvatlas.face import Face
+from kvatlas.indexer.budgets import BudgetSettings
 from kvatlas.indexer.dead_letter_metrics import DeadLetterCollector
 from kvatlas.indexer.dead_letter_writing import DeadLetterSettings
 from kvatlas.indexer.flat import FlatRadixIndex
@@ -29,6 +30,7 @@ from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.reference import ReferenceIndex
 from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.snapshot_metrics import SnapshotCollector
@@ -193,6 +195,7 @@ async def _index(
     service = IndexService(
         bus,
         IndexState(index),
+        settings=ServiceSettings(budget=_budget(settings)),
         name=f"{socket.gethostname()}:{os.getpid()}",
         shared=shared,
         snapshots=_snapshots(settings),
@@ -204,6 +207,17 @@ async def _index(
     finally:
         if service.failure is not None:
             raise service.failure
+
+
+def _budget(settings: Settings) -> BudgetSettings:
+    """Return what an instance may say before it is throttled."""
+    at = settings.indexer
+    return BudgetSettings(
+        at.event_bytes_per_second,
+        at.event_burst_bytes,
+        at.event_throttle_seconds,
+        at.max_event_throttle_seconds,
+    )
 
 
 def _snapshots(settings: Settings) -> SnapshotSettings | None:

@@ -13,8 +13,10 @@ import pytest
 import kvatlas.bridge_command  # noqa: F401 - registers its command
 from kvatlas.commands import run_command
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.settings import (
     FleetSettings,
+    NixlSettings,
     ReportingSettings,
     Settings,
     SidecarSettings,
@@ -34,10 +36,17 @@ REPORTING = {
     field.name: type(field.default)(field.default / 2)
     for field in msgspec.structs.fields(ReportingSettings)
 }
+NIXL = NixlSettings("tcp", True, 7.0, 0.7, 7, 77, 7.0)
 SETTINGS = Settings(
-    fleet=FleetSettings(key="ab" * 16, wire_version=100), sidecar=SidecarSettings(**REPORTING)
+    fleet=FleetSettings(key="ab" * 16, block_hash="sha256", wire_version=100),
+    sidecar=SidecarSettings(**REPORTING),
+    nixl=NIXL,
 )
-TOLD = REPORTING | {"fleet_key": bytes.fromhex("ab" * 16), "wire_version": 100}
+TOLD = REPORTING | {
+    "fleet_key": bytes.fromhex("ab" * 16),
+    "wire_version": 100,
+    "nixl": NIXL,
+}
 
 Starts = Callable[[Path], object]
 
@@ -98,9 +107,10 @@ def test_each_sidecar_is_told_what_the_settings_say(
 
     caplog.set_level(logging.INFO, "kvatlas")  # commands set it; this sets it back
     monkeypatch.setattr(SidecarOptions, "validate", validate)
-    for variable, value in environment_of(SETTINGS, "fleet", "sidecar").items():
+    for variable, value in environment_of(SETTINGS, "fleet", "sidecar", "nixl").items():
         monkeypatch.setenv(variable, value)
     with contextlib.suppress(InvalidSetting):
         start(tmp_path)
     (options,) = started
     assert {name: getattr(options, name) for name in TOLD} == TOLD
+    assert options.descriptor.algorithm is HashAlgorithm.sha256_128

@@ -121,6 +121,11 @@ class NamedIndex:
         self.version += 1
         self.excluded |= {instance}
 
+    def include(self, instance: InstanceId) -> None:
+        """Let an instance's blocks count in a match again."""
+        self.version += 1
+        self.excluded -= {instance}
+
     def end_at_points(self, instance: InstanceId, ends: bool) -> None:
         """Say whether an instance's matches end at reuse points."""
         if ends == (instance in self.ending_at_points):

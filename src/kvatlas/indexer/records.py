@@ -9,7 +9,7 @@ from kvatlas.indexer.fleet import Fleet
 from kvatlas.indexer.instances import Damage, Instance
 from kvatlas.indexer.stimuli import Effect, LeaseExpired, Proposed, PublishControl
 from kvatlas.schemas.ids import NUM_TIERS
-from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord
+from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord, lifts_quarantine
 
 #: records about one epoch that are told apart; more are ignored
 MAX_CONTROLS = 64
@@ -53,9 +53,11 @@ class Records:
                 self._forget(instance)
             case "throttled":
                 self._throttle(instance, broker_ns)
+            case "released" if lifts_quarantine(record):
+                self._lift_quarantine(instance)
             case "released":
                 self._release(instance, effects)
-        if record.kind in PROPOSED_KINDS:
+        if record.kind in PROPOSED_KINDS and not lifts_quarantine(record):
             instance.num_records[record.kind] = instance.num_records.get(record.kind, 0) + 1
         else:
             instance.controls.add((record.kind, record.reason))
@@ -83,6 +85,15 @@ class Records:
         instance.throttled_ns = 0
         instance.changed_at = [instance.seq] * NUM_TIERS
         self._fleet.damage(instance, Damage.throttled, "", effects)
+
+    def _lift_quarantine(self, instance: Instance) -> None:
+        """Let its blocks count again. What it said meanwhile had its effect, so nothing is lost."""
+        # a quarantine for the same reason may follow
+        kept = {each for each in instance.controls if each[0] != "quarantined"}
+        instance.controls = kept
+        self._fleet.residency.include(instance)
+        instance.clear_doubt(Damage.quarantined)
+        self._fleet.note_change(instance.id)
 
     def take_expiry(self, expiry: LeaseExpired, effects: list[Effect]) -> None:
         """Propose the end of an epoch; it ends when the record comes back through the log."""
@@ -118,6 +129,8 @@ def _record(instance: Instance, kind: str, reason: str, by: str, now_ns: int) ->
 
 
 def _says_nothing_new(record: ControlRecord, instance: Instance) -> bool:
+    if lifts_quarantine(record):
+        return Damage.quarantined not in instance.damages
     if record.kind in PROPOSED_KINDS:
         # the number tells a second replica's record from the next time
         is_next = record.reason == str(instance.num_records.get(record.kind, 0) + 1)

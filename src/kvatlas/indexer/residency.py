@@ -59,6 +59,10 @@ class Residency:
         """Let the instance's blocks count for nothing in a match, while it has a place."""
         self._named.exclude(instance.id)
 
+    def include(self, instance: Instance) -> None:
+        """Let the instance's blocks count in a match again."""
+        self._named.include(instance.id)
+
     @property
     def places_version(self) -> int:
         """Rises whenever `places` changes."""

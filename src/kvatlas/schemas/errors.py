@@ -24,6 +24,7 @@ KvatlasError
     UnknownDecision            no decision with this id
     UnknownPolicy              no policy of this name
     UnknownInstance            no instance of the index with this number
+    UnknownWorker              no living worker of this name and rank
     UnknownLetter              no dead letter about this message of the log
   Unavailable                  something that we need is away for now
     BusUnavailable             no broker, or it does not answer
@@ -231,6 +232,16 @@ class UnknownInstance(NotFound):
     def __init__(self, instance: int) -> None:
         super().__init__(f"the index has no instance {instance}")
         self.instance = instance
+
+
+class UnknownWorker(NotFound):
+    """No worker of this name has a lease; the text names the first of those that are `living`."""
+
+    def __init__(self, worker: str, rank: int | None, living: Sequence[str] = ()) -> None:
+        self.worker, self.rank, self.living = worker, rank, living
+        of_rank = "" if rank is None else f" with rank {rank}"
+        known = f"; living are {few_names(living)}" if living else ""
+        super().__init__(f"no living worker {worker!r}{of_rank}{known}")
 
 
 class Unavailable(KvatlasError):

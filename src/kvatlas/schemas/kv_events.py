@@ -210,6 +210,8 @@ class ControlRecord(Struct, frozen=True, array_like=True):
     quarantined  its KV is wrong: it serves, but nothing of it counts as a match
     forgotten    it gives no inventory: what it was believed to hold is dropped
     throttled    it says more than its budget: until `released`, what it says has no effect
+    released     what was quarantined counts again, if `lifts_quarantine`; else the end of the
+                 throttling whose number is the reason
     """
 
     v: int
@@ -225,6 +227,22 @@ class ControlRecord(Struct, frozen=True, array_like=True):
     def instance(self) -> InstanceId:
         """The instance spoken of."""
         return InstanceId(self.worker, self.rank)
+
+
+_LIFTED = "lifted:"
+
+
+def quarantine_lifted_because(reason: str) -> str:
+    """Return the reason of a `released` record that ends a quarantine.
+
+    Readers before it existed take it for the end of a throttling that there is none of.
+    """
+    return _LIFTED + reason
+
+
+def lifts_quarantine(record: ControlRecord) -> bool:
+    """Whether a record ends a quarantine, and no throttling."""
+    return record.kind == "released" and record.reason.startswith(_LIFTED)
 
 
 class RejectedEvent(msgspec.Struct, frozen=True):

@@ -33,6 +33,8 @@ NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 Seconds = Annotated[float, Meta(ge=0.05, le=86_400)]
 #: far below what a supervisor waits before it kills, unless that is raised too
 Drain = Annotated[float, Meta(ge=0, le=3_600)]
+#: of pauses between looks at something
+Milliseconds = Annotated[float, Meta(ge=0.01, le=60_000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -121,6 +123,14 @@ class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: where an indexer shares the memory of its index, and where a router finds one to read; on
     #: the same host, in memory (below /dev/shm). Empty: each has an index of its own
     shared_folder: str = ""
+    #: what an instance may say: an engine at 20,000 tokens/s says about 50 KB/s. More throttles it:
+    #: for a while nothing that it says counts. Low throttles honest ones, 0 limits nobody
+    event_bytes_per_second: NotNegative = 16_000_000.0
+    #: and at once, such as inventories after a restart (some 10 MB each)
+    event_burst_bytes: Positive = 256_000_000.0
+    #: how long the first silence of an epoch lasts, doubled each time up to the maximum
+    event_throttle_seconds: Positive = 1.0
+    max_event_throttle_seconds: Positive = 300.0
 
 
 class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -250,6 +260,26 @@ class SidecarSettings(ReportingSettings, frozen=True, forbid_unknown_fields=True
     drain_seconds: Drain = 5.0
 
 
+class NixlSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """How blocks travel with `sidecar.transport` = `nixl`."""
+
+    #: UCX_TLS of the transfer process; "" leaves it as it is. `tcp` forbids CMA
+    ucx_tls: str = ""
+    #: let NIXL spin a core for the source; TCP between hosts needs it, CMA on one host does not
+    progress_thread: bool = False
+    #: the source looks for peers that often, and while somebody has a lease so often; seldom makes
+    #: reads wait, often costs the engine's host some of a core
+    idle_ms: Milliseconds = 50.0
+    busy_ms: Milliseconds = 0.3
+    #: places in quarantine that make the reading agent start again; 0 is half of all. Too low
+    #: aborts slow TCP sources, too high lets frozen peers take all places
+    max_quarantined: Annotated[int, Meta(ge=0)] = 0
+    #: peers kept connected; too few, and reads pay for connecting again
+    max_sources: Count = 256
+    #: how long the transfer process may take to start; short starts it in vain on busy machines
+    start_seconds: Positive = 30.0
+
+
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree."""
 
@@ -260,6 +290,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     router: RouterSettings = RouterSettings()
     archive: ArchiveSettings = ArchiveSettings()
     sidecar: SidecarSettings = SidecarSettings()
+    nixl: NixlSettings = NixlSettings()
 
 
 class _Found(Struct):

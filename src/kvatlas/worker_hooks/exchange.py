@@ -134,7 +134,7 @@ class BlockExchange:
     ) -> tuple[Sequence[Source], Transport | None]:
         self._bounce = Bounce(self._pool.bounce_places())
         if self._options.transport == "nixl":
-            nixl = NixlTransport(self._agent, self._pool, self._bounce)
+            nixl = NixlTransport(self._agent, self._pool, self._bounce, self._options.nixl)
             try:
                 await stack.enter_async_context(nixl)
             except TransportUnavailable as error:

@@ -21,7 +21,7 @@ from kvatlas.schemas.fleet import (
 )
 from kvatlas.schemas.ids import MAX_NAME_CHARACTERS, InstanceId, Name, Rank, Tier
 from kvatlas.schemas.kv_events import LOOKAHEAD_WIRE_VERSION, WIRE_VERSION
-from kvatlas.schemas.settings import ReportingSettings, Settings, WireVersion
+from kvatlas.schemas.settings import NixlSettings, ReportingSettings, Settings, WireVersion
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 
 #: what a stopping sidecar takes beyond `stop_seconds`: its lease, its transport, its connection
@@ -84,6 +84,9 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     tells_pool: bool = False
     #: how blocks travel: `nixl`, `memory` within one process, `none`
     transport: Annotated[str, Meta(pattern="^(nixl|memory|none)$")] = "nixl"
+
+    #: with `nixl`
+    nixl: NixlSettings = NixlSettings()
 
     creds_file: str = ""
     nkey_file: str = ""
@@ -196,4 +199,5 @@ def shared_options(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings.sidecar, name) for name in reporting} | {
         "fleet_key": settings.fleet.key_bytes,
         "wire_version": settings.fleet.wire_version,
+        "nixl": settings.nixl,
     }

@@ -74,7 +74,8 @@ class IndexScenario:
 
     def __call__(self, line: str) -> str:
         command, _, events = line.partition(":")
-        verb, *words = command.split()
+        # a record's reason may have a colon in it
+        verb, *words = (line if line.startswith("control ") else command).split()
         match verb, words:
             case "batch", [name, *rest]:
                 return self._batch(_instance(name), _options(rest), events)

@@ -5,6 +5,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
+from kvatlas.schemas.settings import NixlSettings as NixlSettings
 from kvatlas.worker_hooks.transfer.transport import ReadStatus
 
 #: larger than any message
@@ -13,25 +14,6 @@ MAX_MESSAGE_BYTES = 1 << 18
 
 class _Message(Struct, frozen=True, array_like=True):
     pass
-
-
-class NixlSettings(Struct, frozen=True):
-    """How NIXL is used."""
-
-    #: UCX_TLS of the transfer process; "" leaves it as it is. `tcp` forbids CMA
-    ucx_tls: str = ""
-    #: let NIXL spin a core for the source; TCP between hosts needs it, CMA on one host does not
-    progress_thread: bool = False
-    #: the source looks for peers that often, and while somebody has a lease so often
-    idle_ms: float = 50.0
-    busy_ms: float = 0.3
-    #: places in quarantine that make the reading agent start again; 0 is half of all. Too low
-    #: aborts slow TCP sources, too high lets frozen peers take all places
-    max_quarantined: int = 0
-    #: peers kept connected; too few, and reads pay for connecting again
-    max_sources: int = 256
-    #: how long the transfer process may take to start
-    start_seconds: float = 30.0
 
 
 # --- to the transfer process -----------------------------------------------------------------
