@@ -10,6 +10,7 @@ from typing import Self
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.http_server import Served, http_server
 from kvatlas.router.app import RouterApp
+from kvatlas.router.http.limits import HttpLimits
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.settings import RouterSettings
@@ -65,11 +66,12 @@ class Face:
         wait: Wait,
         at: RouterSettings,
         port: int,
+        limits: HttpLimits,
         *,
         is_port_shared: bool = False,
         decides: bool = True,
     ) -> None:
-        self._wait, self._at, self._port = wait, at, port
+        self._wait, self._at, self._port, self._limits = wait, at, port, limits
         self._is_port_shared, self._decides = is_port_shared, decides
         self._stack = contextlib.AsyncExitStack()
         self._served: Served | None = None
@@ -97,7 +99,8 @@ class Face:
         if self._served is not None:
             self._served.app = app
             return
-        listening = http_server(self._at.host, self._port, self._is_port_shared)
+        at = self._at
+        listening = http_server(at.host, self._port, at, self._limits, self._is_port_shared)
         server = await self._stack.enter_async_context(listening)
         self._served = await self._stack.enter_async_context(server.serving(app))
         self.url = server.url

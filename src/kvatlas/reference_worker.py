@@ -19,7 +19,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Meta, Struct
 
-from kvatlas.http_server import http_server
+from kvatlas.http_server import http_server, process_limits
 from kvatlas.own_files import FOLDER_MODE
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.digest import digest_of
@@ -87,11 +87,11 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
     """
     if options.parent_pid:
         begin_stop_with(end_of(options.parent_pid))
-    stopped = Stopped()
+    stopped, at = Stopped(), options.settings.router
     with _folder(options) as folder, contextlib.closing(stopped):
         async with (
             signals_call(stopped.ask),
-            http_server(options.host, options.port) as server,
+            http_server(options.host, options.port, at, process_limits(at)) as server,
             _engine(options, server.url, folder, stopped) as (engine, channel, sidecar),
             server.serving(
                 create_worker_app(engine, channel, options.model, lambda: stopped.is_draining)

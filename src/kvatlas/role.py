@@ -13,7 +13,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from kvatlas.face import Announcement, Face, Wait
+from kvatlas.http_server import process_limits
+from kvatlas.router.http.limits import HttpLimits
 from kvatlas.schemas.conditions import DRAINING, Conditions, log_changes
+from kvatlas.schemas.settings import RouterSettings
 from kvatlas.stopping import Stopped, stopping_with, until_stopped
 from kvatlas.worker_hooks.process import process_ended
 from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of
@@ -38,6 +41,13 @@ class Role:
         #: called when the role begins to drain: what others of its processes have to know
         self.on_drain: list[Callable[[], None]] = []
         stopped.drain = self._drain
+        self._http_limits: HttpLimits | None = None
+
+    def http_limits(self, settings: RouterSettings) -> HttpLimits:
+        """Return the limits of all HTTP servers of this process, made of the first settings."""
+        if self._http_limits is None:
+            self._http_limits = process_limits(settings)
+        return self._http_limits
 
     async def show(self, face: Face) -> Face:
         """Own a face: it is closed before the parts end, and says when the role drains."""

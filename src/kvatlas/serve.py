@@ -143,7 +143,8 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
 async def serve_indexer(settings: Settings, as_json: bool) -> None:
     """Run an index that answers questions and decides nothing, until SIGTERM or SIGINT."""
     async with role(as_json, drain_seconds=settings.router.drain_seconds) as it:
-        waiting = Face(it.wait, settings.router, settings.router.port, decides=False)
+        at, limits = settings.router, it.http_limits(settings.router)
+        waiting = Face(it.wait, at, at.port, limits, decides=False)
         face = await it.show(waiting)
         await face.show()
         bus = await it.parts.enter_async_context(bus_of(settings, settings.nats.url, it.conditions))
@@ -169,7 +170,8 @@ async def serve_archive(settings: Settings, as_json: bool) -> None:
 
 
 def _face(it: Role, settings: Settings, port: int, is_port_shared: bool = False) -> Face:
-    return Face(it.wait, settings.router, port, is_port_shared=is_port_shared)
+    limits = it.http_limits(settings.router)
+    return Face(it.wait, settings.router, port, limits, is_port_shared=is_port_shared)
 
 
 async def _connect(it: Role, bus: NatsBus, settings: Settings) -> None:

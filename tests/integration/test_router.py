@@ -172,7 +172,7 @@ class TestScoreAndRoute:
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [
-    ("/v1/score", {"content": b"{"}, 400, "body"),
+    ("/v1/score", {"content": b"{", "headers": JSON}, 400, "body"),
     ("/v1/score", {"json": ask(prompt="x")}, 400, "prompt"),
     ("/v1/score", {"json": {"model": MODEL, "token_ids": [1, -1]}}, 400, "token_ids[1]"),
     ("/v1/route", {"json": {"model": MODEL}}, 400, "token_ids"),

@@ -16,6 +16,8 @@ from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.router.app import create_app
+from kvatlas.router.http.hosts import HostRules
+from kvatlas.router.http.limits import Bounds, HttpLimits
 from testkit.fleet import Fleet, StillFeed
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,7 @@ def shown() -> set[str]:
     service.snapshots.headroom, service.snapshots.log_first = 5, 1
     app.metrics.registry.register(SnapshotCollector(service))
     app.metrics.registry.register(DeadLetterCollector(service))
+    app.served_under(HttpLimits(Bounds()), HostRules.accepting_any())
     exposition = generate_latest(app.metrics.registry).decode()
     named = set(re.findall(r"^# HELP (\S+)", exposition, re.MULTILINE))
     return named | WITH_SIBLINGS

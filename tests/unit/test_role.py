@@ -11,6 +11,7 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.face import Announcement, Face, Wait
 from kvatlas.role import Role
 from kvatlas.router.app import create_app
+from kvatlas.router.http.limits import Bounds, HttpLimits
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.settings import RouterSettings
 from kvatlas.stopping import Stopped, stopping_with, until_stopped
@@ -180,7 +181,7 @@ class TestDrain:
             fleet = Fleet()
             fleet.up("w1")
             async with role.parts, role.faces, httpx.AsyncClient() as client:
-                face = await role.show(Face(role.wait, RouterSettings(), 0))
+                face = await role.show(Face(role.wait, RouterSettings(), 0, HttpLimits(Bounds())))
                 await face.show(create_app(fleet.router(), conditions=role.conditions))
                 ask = {"model": "m", "token_ids": [1, 2, 3]}
                 before = await client.post(f"{face.url}/v1/score", json=ask)
@@ -200,7 +201,7 @@ class TestDrain:
         with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
             role = Role(stopped, announcement, drain_seconds)
             async with role.parts, role.faces:
-                face = await role.show(Face(role.wait, RouterSettings(), 0))
+                face = await role.show(Face(role.wait, RouterSettings(), 0, HttpLimits(Bounds())))
                 await face.show()
                 stopped.ask(self.TERM)
                 assert stopped.is_set()
@@ -209,7 +210,7 @@ class TestDrain:
         with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
             role = Role(stopped, announcement, drain_seconds=0.0)
             async with role.parts, role.faces:
-                face = await role.show(Face(role.wait, RouterSettings(), 0))
+                face = await role.show(Face(role.wait, RouterSettings(), 0, HttpLimits(Bounds())))
                 await face.show(create_app(Fleet().router()))
                 stopped.ask(self.TERM)
                 assert stopped.is_set()

@@ -15,8 +15,11 @@ from starlette.exceptions import HTTPException
 
 from kvatlas.router.answers import encoded
 from kvatlas.router.control import control_routes
-from kvatlas.router.hot import HotRoutes, Message, Receive, Scope, Send
+from kvatlas.router.hot import HotRoutes
 from kvatlas.router.hot_protocol import HotProtocol, protocol_of
+from kvatlas.router.http.hosts import HostRules
+from kvatlas.router.http.limits import Bounds, HttpLimits, LimitsCollector
+from kvatlas.router.http.messages import Message, Receive, Scope, Send
 from kvatlas.router.metrics import MeteredRouter, RouterMetrics, StateCollector
 from kvatlas.router.openapi import ABOUT, complete
 from kvatlas.router.problems import (
@@ -54,6 +57,8 @@ class RouterApp(FastAPI):
         )
         self.service = service
         self._decides = decides
+        #: whose figures the metrics show
+        self._limits = list[HttpLimits]()
         self.metrics = RouterMetrics()
         self.metrics.registry.register(StateCollector(service, siblings, conditions))
         router = MeteredRouter(service, self.metrics)
@@ -67,8 +72,20 @@ class RouterApp(FastAPI):
 
     @property
     def http_protocol(self) -> type[HotProtocol]:
-        """The protocol with which uvicorn answers hot routes fastest; without it all work too."""
-        return protocol_of(self._hot)
+        """The protocol with which uvicorn answers hot routes fastest; without it all work too.
+
+        Its limits are its own: a server of ours gives those of its process to `served_under`.
+        """
+        return self.served_under(
+            HttpLimits(Bounds.of(self.service.settings)), HostRules.accepting_any()
+        )
+
+    def served_under(self, limits: HttpLimits, hosts: HostRules) -> type[HotProtocol]:
+        """Return the protocol for these limits, which the application's metrics then show."""
+        if limits not in self._limits:
+            self._limits.append(limits)
+            self.metrics.registry.register(LimitsCollector(limits))
+        return protocol_of(self._hot, limits, hosts)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, hot routes included."""

@@ -137,20 +137,26 @@ _score_msgpack = msgspec.msgpack.Decoder(PackedScoreBody)
 
 @lru_cache(maxsize=64)
 def body_form(content_type: str) -> Form:
-    """Return the form that a content type names, JSON for none; raises UnsupportedContentType."""
+    """Return the form that a content type names; raises UnsupportedContentType, also for none.
+
+    A web page can send what has none, or that of a form, to any server without being asked.
+    """
     media_type = content_type.partition(";")[0].strip().lower()
-    if media_type in JSON_TYPES or not media_type:
+    if media_type in JSON_TYPES:
         return "json"
     if media_type in MSGPACK_TYPES:
         return "msgpack"
     if media_type == OCTETS_TYPE:
         return "octets"
-    raise unsupported(JSON_TYPES[0], MSGPACK_TYPES[0], OCTETS_TYPE)
+    raise unsupported(content_type, JSON_TYPES[0], MSGPACK_TYPES[0], OCTETS_TYPE)
 
 
-def unsupported(*known: str) -> UnsupportedContentType:
+def unsupported(found: str, *known: str) -> UnsupportedContentType:
     """Return the error of a content type that is none of these."""
-    return UnsupportedContentType("content-type", f"expected one of {', '.join(known)}")
+    shown = repr(found[:64]) if found else "none"
+    return UnsupportedContentType(
+        "content-type", f"expected one of {', '.join(known)}, found {shown}"
+    )
 
 
 def read_score_body(

@@ -7,37 +7,23 @@ Bodies are read under a limit and parsed by requests.py; nothing else stands bet
 socket and the router. Whatever else is asked goes on to the control API.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from kvatlas.router.answers import ReportAnswer, encoded
 from kvatlas.router.bodies import SALT_HEADER, refuse_unknown
-from kvatlas.router.problems import (
-    MEDIA_TYPE,
-    Boundary,
-    Problem,
-    headers_of,
-    problem,
-    problem_of,
-    wrong_method,
-)
+from kvatlas.router.http.messages import ClientGone, Receive, Scope, Send, read_body, send_answer
+from kvatlas.router.problems import Boundary, Problem, problem, problem_of, wrong_method
 from kvatlas.router.requests import MAX_REPORT_BYTES, decode_report, decode_score_request
 from kvatlas.router.service import Router
 from kvatlas.router.signals import MAX_DECISION_ID
 from kvatlas.schemas.errors import (
     InvalidRequest,
     KvatlasError,
-    PromptTooLarge,
-    RequestTooSlow,
     UnsupportedContentType,
 )
 from kvatlas.schemas.settings import RouterSettings
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 #: told the route's template and the status of each answer
 OnAnswer = Callable[[str, int], None]
 
@@ -45,14 +31,7 @@ SCORE, ROUTE = "/v1/score", "/v1/route"
 REPORTS = "/v1/requests/"
 PREFILLED, DONE = "/prefilled", "/done"
 
-#: a client that sends slower than this holds memory for nothing
-MAX_BODY_SECONDS = 30.0
-
 _SALT_HEADER = SALT_HEADER.encode()
-
-
-class ClientGone(ConnectionError):
-    """The client left before its request was complete: nobody waits for an answer."""
 
 
 class Asked(NamedTuple):
@@ -147,62 +126,6 @@ class HotRoutes:
             else:
                 answer = self.answer(asked, body)
         await send_answer(send, answer)
-
-
-async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:
-    """Return the body of a request, reading no more than the limit.
-
-    Raises PromptTooLarge, from the declared length if there is one, RequestTooSlow and ClientGone.
-    """
-    if declared_bytes > limit_bytes:
-        raise PromptTooLarge("body", f"{declared_bytes} bytes, the limit is {limit_bytes}")
-    try:
-        async with asyncio.timeout(MAX_BODY_SECONDS):
-            return await _whole_body(receive, limit_bytes)
-    except TimeoutError:
-        raise too_slow() from None
-
-
-def too_slow() -> RequestTooSlow:
-    """Return the error of a body that has not come within MAX_BODY_SECONDS."""
-    return RequestTooSlow("body", f"not complete after {MAX_BODY_SECONDS:g} s")
-
-
-async def _whole_body(receive: Receive, limit_bytes: int) -> bytes:
-    chunks: list[bytes] = []
-    num_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        if chunk := message.get("body", b""):
-            num_bytes += len(chunk)
-            if num_bytes > limit_bytes:
-                raise PromptTooLarge("body", f"more bytes than the limit of {limit_bytes}")
-            chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-async def send_answer(send: Send, answer: bytes | Problem) -> None:
-    """Send a JSON body, or a problem with its status."""
-    status, headers, body = parts_of(answer)
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def parts_of(answer: bytes | Problem) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Return the status of an answer, its headers in lower case, and its body."""
-    status, media_type, body = 200, b"application/json", answer
-    headers: list[tuple[bytes, bytes]] = []
-    if isinstance(answer, Problem):
-        status, media_type, body = answer.status, MEDIA_TYPE.encode(), answer.encoded()
-        headers = [(k.encode(), v.encode()) for k, v in headers_of(status).items()]
-        if status == 405:
-            headers.append((b"allow", b"POST"))
-    assert isinstance(body, bytes)
-    headers += [(b"content-type", media_type), (b"content-length", b"%d" % len(body))]
-    return status, headers, body
 
 
 def _decision_id(path: str, end: str) -> str:

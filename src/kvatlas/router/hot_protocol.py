@@ -1,24 +1,31 @@
 """Plain requests for hot routes, answered where they are read, in front of uvicorn's own protocol.
 
     bytes --is the head plain, its route hot?--> HotRoutes.answer --> one write
-                         no --> uvicorn, with the rest of the connection
+                         no --> BoundedProtocol (uvicorn), with the rest of the connection
 
-RouterApp names it to whoever serves the app; without it every route works too, at a higher cost.
+RouterApp names it to the server of the app; without it every route works too, at a higher cost.
 """
 
 import asyncio
 import re
-from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, ClassVar, NamedTuple, cast
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.server import ServerState
 
 from kvatlas.router.bodies import SALT_HEADER
-from kvatlas.router.hot import MAX_BODY_SECONDS, Asked, HotRoutes, parts_of, too_slow
-from kvatlas.router.problems import Problem, problem_of
+from kvatlas.router.hot import Asked, HotRoutes
+from kvatlas.router.http.bounded import (
+    NO_ROOM,
+    BoundedProtocol,
+    bounded_protocol,
+    too_many_connections,
+)
+from kvatlas.router.http.connection import Lifetime, Phase, raw_answer
+from kvatlas.router.http.hosts import HostRules
+from kvatlas.router.http.limits import HttpLimits
+from kvatlas.router.http.messages import too_slow
+from kvatlas.router.problems import Problem, problem, problem_of
 
 #: more than clients send, and far below what others take
 MAX_HEAD_BYTES = 8_192
@@ -32,21 +39,19 @@ _PLAIN_HEAD = re.compile(
 CLOSE = (b"connection", b"close")
 #: headers that change how a message is read, or what becomes of its connection
 _NOT_PLAIN = frozenset(
-    [b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"connection", b"trailer"]
+    [
+        *(b"transfer-encoding", b"content-encoding", b"expect", b"upgrade", b"connection"),
+        *(b"trailer", b"origin"),
+    ]
 )
 #: but this one says what holds anyway
 _KEEP_ALIVE = (b"connection", b"keep-alive")
 _SALT_HEADER = SALT_HEADER.encode()
 #: headers that are looked at
-_READ = _NOT_PLAIN | {b"content-length", b"content-type", _SALT_HEADER}
-_STATUS_LINES = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
-}
+_READ = _NOT_PLAIN | {b"content-length", b"content-type", b"host", _SALT_HEADER}
 _HEADER = b"%b: %b\r\n"
 #: what stands before the body of an answer that is no problem
-_OK_HEAD = (
-    _STATUS_LINES[HTTPStatus.OK] + b"%bcontent-type: application/json\r\ncontent-length: %d\r\n"
-)
+_OK_HEAD = b"HTTP/1.1 200 OK\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n"
 
 
 class _Pending(NamedTuple):
@@ -73,8 +78,12 @@ class HotProtocol(asyncio.Protocol):
     uvicorn alone judges whatever might be read in two ways.
     """
 
-    #: whose requests are answered, set by `protocol_of`
+    #: set by `protocol_of`
     routes: ClassVar[HotRoutes]
+    limits: ClassVar[HttpLimits]
+    hosts: ClassVar[HostRules]
+    #: that of all other requests
+    other: ClassVar[type[BoundedProtocol]]
 
     def __init__(
         self,
@@ -90,38 +99,46 @@ class HotProtocol(asyncio.Protocol):
         self._defaults = _Defaults([], b"", False)
         self._pending: _Pending | None = None
         self._is_paused = self._is_ending = False
-        self._idle_seconds = max(config.timeout_keep_alive, 1)
-        #: of the last answer, or of the head of a request that is not complete; None before both
-        self._since: float | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._is_reading = True
 
     # --- what the transport says ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._look_later()
+        self._lifetime = Lifetime(self.limits, self._loop, self._late)
+        if not self.limits.admit(self):
+            self._transport.write(too_many_connections())
+            self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        self.limits.leave(self)
+        self._received = b""
 
     def data_received(self, data: bytes) -> None:
+        if self._lifetime.is_ending:
+            return
         if not self._received:
             self._received = data
         else:
             if isinstance(self._received, bytes):
                 self._received = bytearray(self._received)
             self._received += data
+            if self._pending is not None and not self._lifetime.came(len(data)):
+                self._end(self._pending, problem(503, NO_ROOM))
+                return
         self._work()
 
     def pause_writing(self) -> None:
         """Read nothing from a client that does not take its answers."""
         self._is_paused = True
-        self._transport.pause_reading()
+        self._lifetime.unread_since = self._loop.time()
+        self._read(False)
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._transport.resume_reading()
+        self._lifetime.unread_since = None
         self._work()
 
     def shutdown(self) -> None:
@@ -130,22 +147,51 @@ class HotProtocol(asyncio.Protocol):
         if self._pending is None:
             self._transport.close()
 
+    @property
+    def idle_since(self) -> float | None:
+        """When it began to wait for a request; None while one is under way."""
+        return self._lifetime.idle_since
+
+    def evict(self) -> None:
+        """End at once."""
+        self._transport.abort()
+
     # --- requests ---------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Answer a request if all of it is there; what is behind it waits for its turn."""
-        if not self._received or self._is_paused or self._transport.is_closing():
+        """Answer a request if all of it is there; what is behind it waits for its turn.
+
+        Meanwhile nothing is read, so that no more waits than came at once.
+        """
+        if self._is_paused or self._transport.is_closing() or self._lifetime.is_ending:
             return
-        if self._pending is None:
+        if self._received and self._pending is None:
             self._pending = self._read_head()
             if self._pending is None:
                 self._hand_over()
                 return
-            self._since = self._loop.time()
-        if len(self._received) >= self._pending.end:
+            if len(self._received) < self._pending.end:
+                self._lifetime.enter(Phase.BODY)
+                if not self._lifetime.came(len(self._received)):
+                    self._end(self._pending, problem(503, NO_ROOM))
+                    return
+        if self._pending is not None and len(self._received) >= self._pending.end:
             self._answer(self._pending)
             if self._received:
                 self._loop.call_soon(self._work)
+        self._read(self._wants_more())
+
+    def _wants_more(self) -> bool:
+        """Whether no complete request waits, and answers are taken."""
+        return not self._is_paused and (self._pending is not None or not self._received)
+
+    def _read(self, is_wanted: bool) -> None:
+        if is_wanted is not self._is_reading and not self._transport.is_closing():
+            self._is_reading = is_wanted
+            if is_wanted:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     def _answer(self, pending: _Pending) -> None:
         received = self._received
@@ -159,7 +205,8 @@ class HotProtocol(asyncio.Protocol):
             del rest[: pending.end]
             self._received = rest
         self._pending = None
-        self._since = self._loop.time()
+        self._lifetime.body_done()
+        self._lifetime.enter(Phase.IDLE)
         self._server.total_requests += 1
         self._send(self.routes.answer(pending.asked, body))
         if self._is_ending or self._defaults.closes:
@@ -168,16 +215,20 @@ class HotProtocol(asyncio.Protocol):
     def _send(self, answer: bytes | Problem) -> None:
         lines = self._default_lines()
         closes = self._is_ending and not self._defaults.closes
-        ending = b"connection: close\r\n\r\n" if closes else b"\r\n"
         if isinstance(answer, bytes):
+            ending = b"connection: close\r\n\r\n" if closes else b"\r\n"
             head = _OK_HEAD % (lines, len(answer))
             self._transport.write(b"".join((head, ending, answer)))
-            return
-        status, headers, body = parts_of(answer)
-        problem_lines = [_STATUS_LINES[status], lines]
-        for header in headers:
-            problem_lines.append(_HEADER % header)
-        self._transport.write(b"".join((*problem_lines, ending, body)))
+        else:
+            self._transport.write(raw_answer(answer, lines, is_last=closes))
+
+    def _end(self, pending: _Pending, answer: Problem) -> None:
+        """Refuse the request that is under way, and end the connection."""
+        self.routes.count(pending.asked.template, answer)
+        self._received = b""
+        lines = self._default_lines()
+        raw = raw_answer(answer, lines, is_last=not self._defaults.closes)
+        self._lifetime.end(self._transport, raw)
 
     def _default_lines(self) -> bytes:
         """Return the headers of every answer; uvicorn makes the list anew once a second."""
@@ -196,7 +247,7 @@ class HotProtocol(asyncio.Protocol):
         template = self.routes.template(path)
         if template is None:
             return None
-        content_type, lengths, salts = b"", [], []
+        content_type, lengths, salts, num_hosts = b"", [], [], 0
         for line in head[3].split(b"\r\n"):
             name, _, value = line.partition(b":")
             name = name.lower()
@@ -209,9 +260,13 @@ class HotProtocol(asyncio.Protocol):
                 content_type = value
             elif name == _SALT_HEADER:
                 salts.append(value)
+            elif name == b"host":
+                num_hosts += 1
+                if not self.hosts.accepts(value):
+                    return None
             elif (name, value.lower()) != _KEEP_ALIVE:
                 return None
-        if len(lengths) != 1 or not lengths[0].isdigit() or len(lengths[0]) > 18:
+        if num_hosts > 1 or len(lengths) != 1 or not lengths[0].isdigit() or len(lengths[0]) > 18:
             return None
         num_bytes = int(lengths[0])
         if num_bytes > self.routes.max_body_bytes(template):
@@ -223,48 +278,29 @@ class HotProtocol(asyncio.Protocol):
     def _hand_over(self) -> None:
         """Let uvicorn have the connection, from the request on that has begun."""
         self._leave()
-        make = cast(Callable[..., asyncio.Protocol], AutoHTTPProtocol)
-        protocol = make(
-            config=self._config,
-            server_state=self._server,
-            app_state=self._app_state,
-            _loop=self._loop,
-        )
+        self._read(True)
+        protocol = self.other(self._config, self._server, self._app_state, self._loop)
         self._transport.set_protocol(protocol)
-        protocol.connection_made(self._transport)
         received, self._received = bytes(self._received), b""
-        protocol.data_received(received)
+        protocol.take_over(self._transport, self, received)
 
-    # --- time -------------------------------------------------------------------------------
-
-    def _look_later(self) -> None:
-        """Look at the clock now and then: a timer for each request would cost each of them."""
-        self._look = self._loop.call_later(self._idle_seconds, self._look_at_clock)
-
-    def _look_at_clock(self) -> None:
+    def _late(self, phase: Phase) -> None:
         """End a connection that is idle for too long, or sends its body too slowly."""
-        seconds = 0.0 if self._since is None else self._loop.time() - self._since
-        if self._pending is None and seconds >= self._idle_seconds:
-            self._transport.close()
-        elif self._pending is not None and seconds >= MAX_BODY_SECONDS:
-            answer = problem_of(too_slow())
-            self.routes.count(self._pending.asked.template, answer)
-            self._is_ending = True
-            self._send(answer)
-            self._transport.close()
+        if phase is Phase.BODY and self._pending is not None:
+            self._end(self._pending, problem_of(too_slow()))
         else:
-            self._look_later()
+            self._lifetime.end(self._transport)
 
     def _leave(self) -> None:
         self._connections.discard(self)
-        if self._look is not None:
-            self._look.cancel()
+        self._lifetime.over()
 
     @property
     def _connections(self) -> set[Any]:
         return cast(set[Any], self._server.connections)
 
 
-def protocol_of(routes: HotRoutes) -> type[HotProtocol]:
+def protocol_of(routes: HotRoutes, limits: HttpLimits, hosts: HostRules) -> type[HotProtocol]:
     """Return the protocol that answers these routes, for `uvicorn.Config(http=...)`."""
-    return type("RoutesProtocol", (HotProtocol,), {"routes": routes})
+    own = {"routes": routes, "limits": limits, "hosts": hosts, "other": bounded_protocol(limits)}
+    return type("RoutesProtocol", (HotProtocol,), own)

@@ -173,7 +173,8 @@ def decode_score_request(
 
     Raises InvalidRequest and its kinds.
     """
-    form = body_form(content_type)
+    # of an empty body it is said that it is empty
+    form = body_form(content_type) if body or content_type else "json"
     if form == "octets":
         return _octets_request(body, query, salt, settings)
     if query:
@@ -193,7 +194,7 @@ def decode_report(body: bytes, content_type: str) -> Report:
         return Report()
     form = body_form(content_type)
     if form == "octets":
-        raise unsupported(JSON_TYPES[0], MSGPACK_TYPES[0])
+        raise unsupported(content_type, JSON_TYPES[0], MSGPACK_TYPES[0])
     return decode_body(_report_json if form == "json" else _report_msgpack, body).report()
 
 

@@ -19,7 +19,7 @@ from kvatlas import __version__
 from kvatlas.router.answers import encoded
 from kvatlas.router.condition_metric import condition_gauge
 from kvatlas.router.control import PAGE_POLICY, Health
-from kvatlas.router.hot import Receive, Scope, Send, send_answer
+from kvatlas.router.http.messages import Receive, Scope, Send, send_answer
 from kvatlas.router.openapi import document
 from kvatlas.router.problems import problem
 from kvatlas.schemas.conditions import Conditions

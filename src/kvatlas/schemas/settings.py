@@ -148,9 +148,22 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: after SIGTERM `/readyz` says 503 for so long, and requests are answered as before; short
     #: refuses those of balancers that have not noticed, long delays each update. 0: ends at once
     drain_seconds: Drain = 5.0
+    #: comma-separated names that the Host header may have, `*` for any; web pages of other names
+    #: can then not read answers. Empty: on loopback its names, those without a dot and
+    #: `router.host`; on other addresses any
+    allowed_hosts: str = ""
     policy: PolicyName = "predicted_ttft"
     #: larger requests are refused; it bounds the memory of each one under way
     max_body_bytes: Count = 16 * 1024**2
+    #: of all bodies that are not complete, beyond the first 64 KiB of each; what exceeds it is
+    #: answered with 503. Never less than router.max_body_bytes. Of each process
+    max_inflight_body_bytes: Count = 256 * 1024**2
+    #: open HTTP connections of a process; beyond it the longest idle ones end, and without idle
+    #: ones new ones get 503. Fewer where the process may not have as many descriptors
+    max_connections: Annotated[int, Meta(ge=16)] = 4_096
+    #: how long a connection may be idle between requests; longer than load balancers keep theirs
+    #: (60 to 90 s), or they send requests into connections that are ending
+    keep_alive_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
     #: longer prompts are refused; hashing and matching take time in proportion on the one thread
     max_prompt_tokens: Count = 1_000_000
     #: candidates in an answer unless the request says otherwise

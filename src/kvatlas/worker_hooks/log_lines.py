@@ -1,11 +1,71 @@
 """The lines that a process of ours logs: when, who, how bad, what; one form for all roles."""
 
 import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 
+#: lines are alike whose logger and first characters are equal
+KIND_CHARS = 60
+#: kinds of lines that are counted at once; the oldest is forgotten
+MAX_KINDS = 256
+ALIKE_SECONDS = 60.0
+ALWAYS_WRITTEN = 3
 FORM = "%(asctime)s {who} %(levelname)s %(message)s"
 
 
 def write_log_lines(who: str) -> None:
     """Write log lines to stderr: ours from INFO on, those of libraries from WARNING on."""
     logging.basicConfig(level=logging.WARNING, format=FORM.format(who=who))
+    few = FewAlike()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(few)
     logging.getLogger("kvatlas").setLevel(logging.INFO)
+
+
+class FewAlike(logging.Filter):
+    """Leaves out most of the lines of libraries that repeat, such as one for each bad request.
+
+    Of the same line within a minute the first three are written, and the 10th, the 100th and so on
+    with their number. Lines of ours are bounded where they are written.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        #: (logger, beginning of the line) -> since when it is counted, and how many came; the
+        #: newest last, at most MAX_KINDS
+        self._seen = OrderedDict[tuple[str, str], tuple[float, int]]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a line is written."""
+        if record.name == "kvatlas" or record.name.startswith("kvatlas."):
+            return True
+        kind = record.name, str(record.msg)[:KIND_CHARS]
+        now = self._clock()
+        since, count = self._seen.get(kind, (now, 0))
+        note = ""
+        if now - since >= ALIKE_SECONDS:
+            if left_out := count - _num_written(count):
+                note = f" ({left_out} alike of {now - since:.0f} s ago were left out)"
+            since, count = now, 0
+        count += 1
+        self._seen[kind] = since, count
+        if len(self._seen) > MAX_KINDS:
+            self._seen.popitem(last=False)
+        if not _is_written(count):
+            return False
+        if count > ALWAYS_WRITTEN:
+            note = f" ({count} alike in {now - since:.0f} s; most are left out)"
+        if note:
+            record.msg, record.args = f"{record.getMessage()}{note}", None
+        return True
+
+
+def _is_written(count: int) -> bool:
+    return count <= ALWAYS_WRITTEN or count == 10 ** (len(str(count)) - 1)
+
+
+def _num_written(count: int) -> int:
+    powers = len(str(count)) - 1 if count else 0
+    return min(count, ALWAYS_WRITTEN) + powers
