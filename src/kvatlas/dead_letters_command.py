@@ -142,7 +142,12 @@ async def _follow(
 @asynccontextmanager
 async def _bus(settings: Settings) -> AsyncGenerator[Bus, None]:
     creds = Path(settings.nats.credentials) if settings.nats.credentials else None
-    async with NatsBus(settings.nats.url, wait_seconds=CONNECT_SECONDS, creds_file=creds) as bus:
+    async with NatsBus(
+        settings.nats.url,
+        wait_seconds=CONNECT_SECONDS,
+        creds_file=creds,
+        replicas=settings.log.replicas,
+    ) as bus:
         yield bus
 
 

@@ -49,7 +49,7 @@ async def worker_fleet(
     with runtime_folder() as folder:
         workers: list[Process] = []
         watches: list[asyncio.Task[None]] = []
-        environment = {**os.environ, **environment_of(settings, "fleet", "sidecar", "nixl")}
+        environment = {**os.environ, **environment_of(settings, "log", "fleet", "sidecar", "nixl")}
         try:
             for number in range(engines.workers):
                 arguments = _arguments(engines, settings, nats_url, f"w{number}", str(folder))

@@ -561,3 +561,64 @@ async def test_messages_that_grow_in_a_batch_do_not_stop_it(server: EmbeddedServ
         assert publisher.num_batches > 0
         assert publisher.num_failed_batches == publisher.num_resent == 0
         assert await numbers(bus) == list(range(1, 1001))
+
+
+# --- buckets and streams that are not as the settings say ----------------------------------------
+
+
+async def test_a_bucket_with_other_replicas_is_told_once_with_what_to_change(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NatsBus(server.url) as owner, NatsBus(server.url, replicas=3) as bus:
+        await owner.keys("kv_test").put("a", b"1")
+        await owner.objects("OBJECTS").put("a", [b"1"])
+        for _ in range(3):
+            assert await bus.keys("kv_test").get("a") is not None
+            assert len(await bus.objects("OBJECTS").entries()) == 1
+        expected = [
+            f"stream {name}: num_replicas is 1, expected 3; change it "
+            f"(nats stream edit {name} --replicas 3) or log.replicas"
+            for name in ("KV_kv_test", "OBJ_OBJECTS")
+        ]
+        await until(lambda: all(one in bus.conditions.reasons["limits_differ"] for one in expected))
+        assert owner.conditions.present == ()
+    assert caplog.text.count("limits_differ") <= 2
+
+
+async def test_a_stream_with_other_limits_is_told_until_they_are_as_expected(
+    server: EmbeddedServer,
+) -> None:
+    async with NatsBus(server.url) as bus, await nats.connect(server.url) as client:
+        await bus.declare_stream(a_stream(max_bytes=1 << 20))
+        await bus.declare_stream(a_stream(max_bytes=2 << 20))
+        expected = "nats stream edit TEST --max-bytes 2097152"
+        assert expected in bus.conditions.reasons["limits_differ"]
+        info = await client.jsm().stream_info("TEST")
+        await client.jsm().update_stream(info.config.evolve(max_bytes=2 << 20))
+        await bus.declare_stream(a_stream(max_bytes=2 << 20))
+        assert bus.conditions.present == ()
+
+
+WRITER = """
+authorization { users: [
+  { user: admin, password: right }
+  { user: writer, password: right, permissions: {
+      publish: { allow: ["$KV.kv_test.>", "$JS.API.STREAM.MSG.GET.KV_kv_test"] }
+      subscribe: { allow: ["_INBOX.>"] } } }
+] }
+"""
+
+
+async def test_a_user_who_may_not_look_at_a_bucket_uses_it_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with (
+        embedded_server(tmp_path, settings=WRITER) as server,
+        NatsBus(as_user(server.url, "admin")) as admin,
+        NatsBus(as_user(server.url, "writer")) as bus,
+    ):
+        await admin.keys("kv_test").put("a", b"1")
+        assert await bus.keys("kv_test").put("a", b"2")
+        await until(lambda: "a permission that we can do without" in caplog.text)
+        assert bus.conditions.present == ()

@@ -16,6 +16,7 @@ from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.settings import (
     FleetSettings,
+    LogSettings,
     NixlSettings,
     ReportingSettings,
     Settings,
@@ -38,11 +39,13 @@ REPORTING = {
 }
 NIXL = NixlSettings("tcp", True, 7.0, 0.7, 7, 77, 7.0)
 SETTINGS = Settings(
+    log=LogSettings(replicas=3),
     fleet=FleetSettings(key="ab" * 16, block_hash="sha256", wire_version=100),
     sidecar=SidecarSettings(**REPORTING),
     nixl=NIXL,
 )
 TOLD = REPORTING | {
+    "replicas": 3,
     "fleet_key": bytes.fromhex("ab" * 16),
     "wire_version": 100,
     "nixl": NIXL,
@@ -107,10 +110,24 @@ def test_each_sidecar_is_told_what_the_settings_say(
 
     caplog.set_level(logging.INFO, "kvatlas")  # commands set it; this sets it back
     monkeypatch.setattr(SidecarOptions, "validate", validate)
-    for variable, value in environment_of(SETTINGS, "fleet", "sidecar", "nixl").items():
+    for variable, value in environment_of(SETTINGS, "log", "fleet", "sidecar", "nixl").items():
         monkeypatch.setenv(variable, value)
     with contextlib.suppress(InvalidSetting):
         start(tmp_path)
     (options,) = started
     assert {name: getattr(options, name) for name in TOLD} == TOLD
     assert options.descriptor.algorithm is HashAlgorithm.sha256_128
+
+
+@pytest.mark.parametrize("query", ["", "&replicas=5"])
+def test_an_endpoint_says_replicas_where_the_environment_of_an_engine_does_not(
+    query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVATLAS_LOG__REPLICAS", "3")
+    options = sglang_plugin.sidecar_options(f"{NATS}?model=m&block_tokens=4{query}", 0)
+    assert options.replicas == (5 if query else 3)
+
+
+def test_replicas_in_an_endpoint_have_the_bounds_of_the_setting() -> None:
+    with pytest.raises(InvalidSetting, match="replicas"):
+        parse_endpoint(f"{NATS}?replicas=6")

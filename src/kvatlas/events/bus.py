@@ -55,7 +55,22 @@ class StreamDifference(Struct, frozen=True):
     found: str
 
     def __str__(self) -> str:
-        return f"stream {self.stream}: {self.limit} is {self.found}, expected {self.wanted}"
+        differs = f"stream {self.stream}: {self.limit} is {self.found}, expected {self.wanted}"
+        return f"{differs}; {self._change}"
+
+    @property
+    def _change(self) -> str:
+        edit = f"nats stream edit {self.stream}"
+        match self.limit:
+            case "num_replicas":
+                return f"change it ({edit} --replicas {self.wanted}) or log.replicas"
+            case "max_bytes" | "max_age":
+                flag = self.limit.replace("_", "-")
+                unit = "s" if self.limit == "max_age" else ""
+                setting = f"the log.*{self.limit}* setting of this stream"
+                return f"change it ({edit} --{flag} {self.wanted}{unit}) or {setting}"
+            case _:
+                return f"its owner changes it ({edit}), or deletes it to have it made anew"
 
 
 class Entry(Struct, frozen=True, gc=False):

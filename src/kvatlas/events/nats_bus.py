@@ -22,6 +22,7 @@ from kvatlas.events.bus import (
     StreamDifference,
     StreamSpec,
 )
+from kvatlas.events.nats_buckets import Buckets, differences, report_differences
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PENDING_BYTES, PENDING_MESSAGES
 from kvatlas.events.nats_errors import STREAM_NAME_IN_USE
@@ -44,6 +45,18 @@ from kvatlas.events.store_watch import watch_stores
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import BusUnavailable, NoResponder, RequestFailed
 
+#: limits of a stream that all its owners have to agree on
+_CHECKED = (
+    "subjects",
+    "retention",
+    "discard",
+    "storage",
+    "max_bytes",
+    "max_msgs_per_subject",
+    "max_age",
+    "num_replicas",
+    "duplicate_window",
+)
 #: version of the broker that has fast ingest, ADR-0007
 BATCHES_SINCE = (2, 14)
 
@@ -74,7 +87,8 @@ class NatsBus:
         follow        $JS.API.STREAM.INFO.S, $JS.API.CONSUMER.CREATE.S.>, $JS.FC.S.>
         read_range    $JS.API.CONSUMER.CREATE.S.>, $JS.API.CONSUMER.MSG.NEXT.S.>, and in a cluster
                       $JS.API.STREAM.INFO.S
-        keys          $KV.B.>, $JS.API.STREAM.MSG.GET.KV_B; to watch, as follow of KV_B
+        keys          $KV.B.>, $JS.API.STREAM.MSG.GET.KV_B; to watch, as follow of KV_B; to have
+                      its replicas checked, $JS.API.STREAM.INFO.KV_B
         objects       $O.B.>, $JS.API.STREAM.INFO.OBJ_B, $JS.API.STREAM.MSG.GET.OBJ_B; to read
                       one, as follow of OBJ_B; to replace or delete, $JS.API.STREAM.PURGE.OBJ_B
         to make one   $JS.API.STREAM.CREATE.S, .KV_B or .OBJ_B, for whoever is there first
@@ -109,7 +123,7 @@ class NatsBus:
             conditions=conditions,
         )
         self._wait_seconds = wait_seconds
-        self._replicas = replicas
+        self._buckets = Buckets(self._connection, replicas)
         self._max_unacked, self._max_unacked_bytes = max_unacked, max_unacked_bytes
         self._ack_seconds = ack_seconds
         self._busy_messages = busy_messages
@@ -161,6 +175,7 @@ class NatsBus:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait((self._watch,))
+        await self._buckets.close()
         while self._parts:
             await self._parts.pop().close()
         await self._connection.close()
@@ -212,10 +227,9 @@ class NatsBus:
                 return await manager.stream_info(stream.name)
 
         info = await self._connection.call(f"declare {stream.name}", declare)
-        differences = tuple(_differences(stream.name, wanted, info.config))
-        for difference in differences:
-            _logger.warning("%s; nothing was changed", difference)
-        return differences
+        found = differences(wanted, info.config, _CHECKED)
+        report_differences(self._connection, stream.name, found)
+        return found
 
     def unstored(self) -> dict[str, Unstored]:
         """Return the streams of which our publishers see nothing stored, while it answers."""
@@ -307,10 +321,10 @@ class NatsBus:
         return listener
 
     def keys(self, bucket: str) -> NatsKeyValue:
-        return NatsKeyValue(self._connection, bucket, self._replicas, self._own)
+        return NatsKeyValue(self._connection, bucket, self._buckets, self._own)
 
     def objects(self, bucket: str) -> NatsObjects:
-        return NatsObjects(self._connection, bucket, self._replicas, self._own)
+        return NatsObjects(self._connection, bucket, self._buckets, self._own)
 
     def _own(self, part: _Part) -> None:
         if self._is_closed:
@@ -346,18 +360,3 @@ def _knows_batches(client: Client) -> bool:
         return (version.major, version.minor) >= BATCHES_SINCE
     except ValueError:
         return False  # a build of somebody's own, with a version of their own
-
-
-def _differences(
-    stream_name: str, wanted: StreamConfig, found: StreamConfig
-) -> list[StreamDifference]:
-    limits = (
-        "subjects retention discard storage max_bytes max_msgs_per_subject max_age num_replicas"
-        " duplicate_window"
-    )
-    pairs = ((limit, getattr(wanted, limit), getattr(found, limit)) for limit in limits.split())
-    return [
-        StreamDifference(stream_name, limit, str(want), str(have))
-        for limit, want, have in pairs
-        if want != have
-    ]

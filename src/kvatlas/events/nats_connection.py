@@ -102,6 +102,8 @@ class NatsConnection:
         self._on_drop: list[Callable[[Subscription], None]] = []
         self._problems = Problems(conditions, BROKER_AWAY)
         self._denials = Problems(conditions, PERMISSION_DENIED)
+        #: in lower case: what we try and may be denied, which is no trouble
+        self._tolerated: set[str] = set()
         #: set when the broker has refused the user: what proves it is read anew
         self._refused = asyncio.Event()
         self._silences = Silences()
@@ -157,6 +159,10 @@ class NatsConnection:
     def on_refusal(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call back with the broker's text, in lower case, when it denies a permission."""
         return _listen(self._on_refusal, callback)
+
+    def tolerate(self, subject: str) -> None:
+        """Take it for no trouble when the broker lets us not publish to a subject."""
+        self._tolerated.add(f'"{subject.lower()}"')
 
     def on_drop(self, callback: Callable[[Subscription], None]) -> Callable[[], None]:
         """Call back when nats-py has dropped a message of a subscription that is full."""
@@ -369,7 +375,10 @@ class NatsConnection:
                 on_drop(error.sub)
         elif "permissions violation" in text:
             denied = _random_names.sub("*", text.removeprefix("nats: "))
-            self._denials.add(f"the broker denies a permission: {denied}")
+            if text.rpartition(" ")[2] in self._tolerated:
+                _logger.info("the broker denies a permission that we can do without: %s", denied)
+            else:
+                self._denials.add(f"the broker denies a permission: {denied}")
             for callback in tuple(self._on_refusal):
                 callback(text)
         elif isinstance(error, DRIVER_ERRORS):

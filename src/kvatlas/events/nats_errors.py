@@ -31,6 +31,9 @@ STREAM_NAME_IN_USE = 10058
 #: several replicas of a node that is no cluster's, or not yet
 NOT_CLUSTERED = 10074
 
+#: no node of the cluster can take a replica; nodes may come
+_NO_PEERS = 10005
+
 #: further codes -> what to change, said behind the broker's own text
 _HINTS = {
     **dict.fromkeys(
@@ -42,7 +45,7 @@ _HINTS = {
         (10039, 10076),
         "enable JetStream for the account of nats.credentials, or name another broker with --nats",
     ),
-    10005: "too few nodes: set log.replicas to at most the number of nodes, or wait for them",
+    _NO_PEERS: "too few nodes: set log.replicas to at most the number of nodes, or wait for them",
     NOT_CLUSTERED: (
         "one node keeps one replica: set log.replicas to 1, or name a cluster with --nats"
     ),
@@ -142,7 +145,9 @@ def translate(error: BaseException, what: str) -> KvatlasError:
         text += f": {_HINTS[error.err_code]}"
     elif isinstance(error, js.ServiceUnavailableError) and not error.err_code:
         text += ": no JetStream there, or no leader of its cluster yet"
-    if isinstance(error, js.APIError) and may_be_retried(error.code or 0):
+    if isinstance(error, js.APIError) and (
+        may_be_retried(error.code or 0) or error.err_code == _NO_PEERS
+    ):
         return BusUnavailable(text)
     return next(TABLE[base] for base in type(error).__mro__ if base in TABLE)(text)
 

@@ -27,13 +27,14 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
 )
-from nats.js.errors import BadRequestError, NotFoundError
+from nats.js.errors import NotFoundError
 from nats.js.manager import JetStreamManager
 
 from kvatlas.events.bus import Entry, KeyChange
+from kvatlas.events.nats_buckets import Buckets
 from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
 from kvatlas.events.nats_consumer import PushConsumer
-from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, WRONG_LAST_SEQUENCE, may_be_retried
+from kvatlas.events.nats_errors import WRONG_LAST_SEQUENCE, may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
 from kvatlas.events.nats_quorum import told_by_leader
 from kvatlas.schemas.errors import (
@@ -63,13 +64,13 @@ class NatsKeyValue:
         self,
         connection: NatsConnection,
         bucket: str,
-        replicas: int,
+        buckets: Buckets,
         on_watch: Callable[["KeyWatch"], None],
     ) -> None:
         self._connection = connection
         self._stream_name = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
-        self._replicas = replicas
+        self._buckets = buckets
         self._on_watch = on_watch
 
     async def get(self, key: str) -> Entry | None:
@@ -104,6 +105,7 @@ class NatsKeyValue:
         await self._write(key, b"", purge, revision)
 
     async def watch(self, on_change: OnChange) -> "KeyWatch":
+        self._buckets.check(self._config())
         watch = KeyWatch(self._connection, self._stream_name, self._prefix, on_change)
         self._on_watch(watch)
         try:
@@ -116,6 +118,7 @@ class NatsKeyValue:
 
     async def _newest(self, key: str) -> RawStreamMsg | None:
         subject = self._subject(key)
+        self._buckets.check(self._config())
 
         async def read(client: Client) -> RawStreamMsg | None:
             try:
@@ -139,6 +142,7 @@ class NatsKeyValue:
         subject = self._subject(key)
         if revision is not None:
             headers[_EXPECTED_REVISION] = str(revision)
+        self._buckets.check(self._config())
 
         async def write(client: Client) -> PublishAck:
             return decode_ack((await client.request(subject, value, 60.0, headers=headers)).data)
@@ -176,28 +180,22 @@ class NatsKeyValue:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _create_bucket(self, patience_seconds: float = EXCHANGE_SECONDS) -> None:
-        config = StreamConfig(
+        await self._buckets.create(self._config(), patience_seconds)
+
+    def _config(self) -> StreamConfig:
+        return StreamConfig(
             name=self._stream_name,
             subjects=[f"{self._prefix}>"],
             max_msgs_per_subject=1,
             discard=DiscardPolicy.NEW,
             storage=StorageType.FILE,
-            num_replicas=self._replicas,
+            num_replicas=self._buckets.replicas,
             deny_delete=True,
             allow_rollup_hdrs=True,
             allow_direct=True,
             allow_msg_ttl=True,
             subject_delete_marker_ttl=MARKER_SECONDS,
         )
-
-        async def create(client: Client) -> None:
-            try:
-                await client.jsm().add_stream(config)
-            except BadRequestError as error:
-                if error.err_code != STREAM_NAME_IN_USE:
-                    raise
-
-        await self._connection.call(f"create {self._stream_name}", create, patience_seconds)
 
     def _subject(self, key: str) -> str:
         if not all(key.split(".")) or any(c in " \t\r\n*>" for c in key):

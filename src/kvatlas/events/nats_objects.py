@@ -32,12 +32,13 @@ from nats.js.api import (
     StorageType,
     StreamConfig,
 )
-from nats.js.errors import BadRequestError, NotFoundError
+from nats.js.errors import NotFoundError
 from nats.js.manager import JetStreamManager
 
+from kvatlas.events.nats_buckets import Buckets
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PushConsumer
-from kvatlas.events.nats_errors import STREAM_NAME_IN_USE, may_be_retried
+from kvatlas.events.nats_errors import may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
 from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name, chunks_of
 from kvatlas.schemas.errors import (
@@ -100,13 +101,13 @@ class NatsObjects:
         self,
         connection: NatsConnection,
         bucket: str,
-        replicas: int,
+        buckets: Buckets,
         on_read: Callable[[PushConsumer], None],
     ) -> None:
         self._connection = connection
         self._bucket, self._stream_name = bucket, f"OBJ_{bucket}"
         self._chunks, self._metas = f"$O.{bucket}.C.", f"$O.{bucket}.M."
-        self._replicas = replicas
+        self._buckets = buckets
         self._on_read = on_read
 
     async def put(self, name: str, parts: Iterable[Buffer]) -> None:
@@ -145,6 +146,7 @@ class NatsObjects:
                 raise NotFound(f"object {name} in {self._bucket} is not whole")
 
     async def entries(self) -> list[ObjectEntry]:
+        self._buckets.check(self._config())
         subjects = await self._subjects(self._metas)
         found = [await self._meta_at(subject) for subject in subjects]
         there = [
@@ -237,31 +239,29 @@ class NatsObjects:
         except (BusUnavailable, StreamRefused) as error:
             _logger.warning("chunks stay behind until a later upload: %s", error)
 
-    async def _create_bucket(self) -> None:
-        config = StreamConfig(
+    def _config(self) -> StreamConfig:
+        return StreamConfig(
             name=self._stream_name,
             subjects=[f"{self._chunks}>", f"{self._metas}>"],
             discard=DiscardPolicy.NEW,
             storage=StorageType.FILE,
-            num_replicas=self._replicas,
+            num_replicas=self._buckets.replicas,
             allow_rollup_hdrs=True,
             allow_direct=True,
         )
 
-        async def create(client: Client) -> None:
-            manager = client.jsm()
-            try:
-                await manager.stream_info(self._stream_name)
-                return
-            except NotFoundError:
-                pass
-            try:
-                await manager.add_stream(config)
-            except BadRequestError as error:
-                if error.err_code != STREAM_NAME_IN_USE:
-                    raise
+    async def _create_bucket(self) -> None:
+        self._buckets.check(self._config())
 
-        await self._connection.call(f"create {self._stream_name}", create)
+        async def is_there(client: Client) -> bool:
+            try:
+                await client.jsm().stream_info(self._stream_name)
+            except NotFoundError:
+                return False
+            return True
+
+        if not await self._connection.call(f"look at {self._stream_name}", is_there):
+            await self._buckets.create(self._config())
 
     def _meta_subject(self, name: str) -> str:
         return self._metas + urlsafe_b64encode(name.encode()).decode()

@@ -41,6 +41,8 @@ Port = Annotated[int, Meta(ge=0, le=65_535)]
 WireVersion = Annotated[int, Meta(ge=OLDEST_WIRE_VERSION, le=WIRE_VERSION)]
 BlockHash = Annotated[str, Meta(pattern="^(xxh3|sha256)$")]
 _ALGORITHMS = {"xxh3": HashAlgorithm.xxh3_128, "sha256": HashAlgorithm.sha256_128}
+#: copies that a cluster of brokers keeps of a stream or bucket
+Replicas = Annotated[int, Meta(ge=1, le=5)]
 #: the names of router/policies
 PolicyName = Annotated[
     str, Meta(pattern="^(predicted_ttft|round_robin|random|least_loaded|power_of_two)$")
@@ -74,8 +76,9 @@ class LogSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: of an index writes them again
     dead_letters_max_bytes: Count = 64 * 1024**2
     dead_letters_max_age_seconds: Positive = 7 * 24 * 3600.0
-    #: 1 on one broker, 3 in a cluster
-    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    #: of each stream and each bucket: 1 on one broker, 3 in a cluster. Every process makes what it
+    #: is first to need, so all of them (workers, bridges, plugins too) have to have the same
+    replicas: Replicas = 1
 
 
 class FleetSettings(Struct, frozen=True, forbid_unknown_fields=True):

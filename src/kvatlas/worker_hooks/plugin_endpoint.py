@@ -6,7 +6,7 @@ An engine passes little more than this string on, so all that it does not know o
 the query. An unknown key is an error that names it: misspelt, it would do nothing for ever.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import msgspec
@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import UnreusableBlocks
 from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
+from kvatlas.schemas.settings import Replicas
 
 SCHEMES = ("nats", "tls", "ws", "wss")
 
@@ -37,6 +38,12 @@ class PluginEndpoint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     #: names of LoRA adapters of the model that requests may use, with commas between
     adapters: str = ""
     include_tokens: bool = False
+    #: see LogSettings; says it for those who do not set the environment of an engine
+    replicas: Replicas | None = None
+
+    def over(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Return what settings say of any sidecar, with what the query says otherwise."""
+        return shared if self.replicas is None else shared | {"replicas": self.replicas}
 
     def adapters_of(self, model: str) -> dict[str, str]:
         """Return the adapters with their model, as WorkerUp tells them."""

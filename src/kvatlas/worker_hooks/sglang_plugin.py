@@ -112,7 +112,7 @@ def sidecar_options(endpoint: str, rank: int) -> SidecarOptions:
         ring_path="",
         socket_path="",
         transport="none",
-        **shared_options(settings),
+        **said.over(shared_options(settings)),
     )
 
 

@@ -75,6 +75,7 @@ def _bus(options: SidecarOptions) -> NatsBus:
         name=f"kvatlas sidecar {options.instance}",
         creds_file=Path(options.creds_file) if options.creds_file else None,
         nkey_file=Path(options.nkey_file) if options.nkey_file else None,
+        replicas=options.replicas,
     )
 
 

@@ -21,7 +21,13 @@ from kvatlas.schemas.fleet import (
 )
 from kvatlas.schemas.ids import MAX_NAME_CHARACTERS, InstanceId, Name, Rank, Tier
 from kvatlas.schemas.kv_events import LOOKAHEAD_WIRE_VERSION, WIRE_VERSION
-from kvatlas.schemas.settings import NixlSettings, ReportingSettings, Settings, WireVersion
+from kvatlas.schemas.settings import (
+    NixlSettings,
+    Replicas,
+    ReportingSettings,
+    Settings,
+    WireVersion,
+)
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
 
 #: what a stopping sidecar takes beyond `stop_seconds`: its lease, its transport, its connection
@@ -88,6 +94,8 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     #: with `nixl`
     nixl: NixlSettings = NixlSettings()
 
+    #: of the buckets of epochs and leases, where this sidecar has to make them
+    replicas: Replicas = 1
     creds_file: str = ""
     nkey_file: str = ""
     #: see FleetSettings
@@ -197,6 +205,7 @@ def shared_options(settings: Settings) -> dict[str, Any]:
     """Return what the settings say of any sidecar, by its name in `SidecarOptions`."""
     reporting = ReportingSettings.__struct_fields__
     return {name: getattr(settings.sidecar, name) for name in reporting} | {
+        "replicas": settings.log.replicas,
         "fleet_key": settings.fleet.key_bytes,
         "wire_version": settings.fleet.wire_version,
         "nixl": settings.nixl,

@@ -239,6 +239,7 @@ class RankBridge:
             options.nats_url,
             name=f"kvatlas bridge {self._name}",
             creds_file=Path(options.creds_file) if options.creds_file else None,
+            replicas=options.replicas,
         )
         self._sidecar = Sidecar(options, reader, bus)
         return await self._sidecar.run()

@@ -60,7 +60,7 @@ def sidecar_options(
         block_bytes=block_bytes,
         tells_pool=num_slots > 0,
         transport=settings.sidecar.transport if num_slots else "none",
-        **shared_options(settings),
+        **said.over(shared_options(settings)),
     )
     return options
 
