@@ -57,8 +57,11 @@ def take_room(fd: int, num_bytes: int) -> None:
         os.ftruncate(fd, num_bytes)
 
 
-def free_bytes(folder: Path) -> int:
-    """Return how many bytes this user may still write below a folder. Raises OSError."""
+def free_bytes(folder: Path | int) -> int:
+    """Return how many bytes may still be written below a folder, or one's descriptor.
+
+    Raises OSError.
+    """
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 

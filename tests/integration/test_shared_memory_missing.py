@@ -16,7 +16,7 @@ CASES = {
         ["--routers", "1"],
         "folder /dev/shm: no folder can be made in it (Read-on",
     ),
-    "no index": ("size=400k", ["--routers", "1"], "2621440 bytes are needed in /dev/shm/kvatlas-"),
+    "no index": ("size=2m", ["--routers", "1"], "3670016 bytes are needed in /dev/shm/kvatlas-"),
     "no ring": ("size=8m", ["--workers", "1"], "16781312 bytes are needed in /dev/shm/kvatlas-"),
 }
 

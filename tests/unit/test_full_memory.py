@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import testkit
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
 from kvatlas.indexer.arrays import Number, PrivateArrays
 from kvatlas.schemas.errors import IndexFull
@@ -167,8 +168,66 @@ assert index.audit() == []
 
 
 def test_a_full_file_system_costs_blocks_and_not_the_process(tmp_path: Path) -> None:
-    command = [*with_tmpfs(tmp_path, "size=4m"), sys.executable, "-P", "-c", FULL_SHARED]
+    command = [*with_tmpfs(tmp_path, "size=8m"), sys.executable, "-P", "-c", FULL_SHARED]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"bytes are needed in {tmp_path}/index" in done.stdout
     assert "are free" in done.stdout
+
+
+FULL_FLEET = """
+import os, sys, time
+from pathlib import Path
+from kvatlas.indexer import FlatRadixIndex
+from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.shared.publication import IndexPublication, Pulse
+from kvatlas.indexer.shared.reader import SharedIndexReader
+from kvatlas.indexer.state import IndexState
+from kvatlas.schemas.fleet import Trust
+from testkit.builders import a_batch, arrived, up
+from kvatlas.schemas.kv_events import BlockStored
+from kvatlas.schemas.ids import InstanceId, Tier
+
+folder = Path(sys.argv[1])
+arrays = SharedArrays(folder / "index")
+state = IndexState(FlatRadixIndex(arrays=arrays))
+publication = IndexPublication(arrays, state, state)
+
+def pulse():
+    publication.pulse(Pulse(True, True, state.stream_sequence, time.monotonic(), {}))
+
+pulse()
+reader = SharedIndexReader(folder / "index")
+w1 = InstanceId("w1", 0)
+chain = os.urandom(16 * 1000)
+with publication:
+    state.handle(arrived(a_batch(up()), 1))
+for seq in range(2, 400):  # until the arrays are full
+    with publication:
+        event = BlockStored(b"r" * 16, chain if seq == 2 else os.urandom(16 * 1000), None, Tier.hbm)
+        state.handle(arrived(a_batch(event, seq=seq), seq))
+assert state.stats().index_full > 0
+assert reader.instance(w1).trust is Trust.degraded
+assert reader.match(chain)[0].num_blocks == 1000
+with (folder / "ballast").open("wb", buffering=0) as ballast:  # another takes what is left
+    try:
+        while True:
+            ballast.write(bytes(4096))
+    except OSError:
+        pass
+for number in range(2, 50):
+    with publication:
+        state.handle(arrived(a_batch(up(), worker=f"w{number}"), 400 + number))
+    pulse()
+    assert reader.instance(InstanceId(f"w{number}", 0)) is not None, number
+assert reader.match(chain)[0].num_blocks == 1000
+"""
+
+
+def test_a_full_index_still_says_who_the_workers_are(tmp_path: Path) -> None:
+    command = [*with_tmpfs(tmp_path, "size=8m"), sys.executable, "-c", FULL_FLEET, str(tmp_path)]
+    support = str(Path(testkit.__file__).parents[1])
+    done = subprocess.run(
+        command, env={"PYTHONPATH": support}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

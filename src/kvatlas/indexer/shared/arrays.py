@@ -1,5 +1,6 @@
 """The arrays of an index as files in memory: made by the writer, mapped by readers."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -25,6 +26,8 @@ _SHAPES: dict[str, tuple[type[Any], int]] = {
     "words": (np.uint64, 0),
     "masks": (np.uint64, 0),
 }
+#: in which room for what is not in the arrays is taken
+_ROOM_STEP_BYTES = 64 * 1024
 _C_TYPES = {np.uint32: ctypes.c_uint32, np.uint64: ctypes.c_uint64}
 
 
@@ -64,7 +67,7 @@ class SharedArrays:
         except OSError:  # somebody has removed it
             return False
         try:
-            take_room(descriptor, 4 * columns * num_lines)
+            self._folder.take_room(descriptor, 4 * columns * num_lines)
         except OSError:
             return False
         finally:
@@ -97,17 +100,35 @@ class SharedArrays:
                 self._folder.remove(old)
 
     def write_file(self, name: str, generation: int, content: bytes) -> None:
-        """Write a file that readers find by its generation, before they are told of it."""
-        file = f"{self._token:016x}.{name}.{generation}"
-        self._folder.remove(file)  # what an attempt without room has left
+        """Write a file that readers find by its generation, before the header names it.
+
+        Only while the version is odd: where there is no room, those of the two generations before
+        go first. Raises OSError, and then none of them is left.
+        """
         try:
-            with open(self._folder.create(file), "wb") as opened:
+            self._write_file(name, generation, content)
+        except OSError:
+            self._remove_file(name, generation - 2)
+            self._remove_file(name, generation - 1)
+            self._write_file(name, generation, content)
+        # who has read the header before the last one may still open the one before this
+        self._remove_file(name, generation - 2)
+
+    def _write_file(self, name: str, generation: int, content: bytes) -> None:
+        try:
+            descriptor = self._folder.create(f"{self._token:016x}.{name}.{generation}")
+            with open(descriptor, "wb") as opened:
+                # room for more, which later ones take over where there is no other
+                num_bytes = -(-len(content) // _ROOM_STEP_BYTES) * _ROOM_STEP_BYTES
+                with contextlib.suppress(OSError):
+                    take_room(descriptor, num_bytes)
                 opened.write(content)
         except OSError:
-            self._folder.remove(file)
+            self._remove_file(name, generation)
             raise
-        # who has read the header before the last one may still open the one before this
-        self._folder.remove(f"{self._token:016x}.{name}.{generation - 2}")
+
+    def _remove_file(self, name: str, generation: int) -> None:
+        self._folder.remove(f"{self._token:016x}.{name}.{generation}")
 
     def close(self) -> None:
         """Give the folder free; readers keep what they have."""
@@ -122,7 +143,7 @@ class SharedArrays:
             try:
                 os.ftruncate(descriptor, num_bytes)
                 if is_filled:
-                    take_room(descriptor, num_bytes)
+                    self._folder.take_room(descriptor, num_bytes)
                 array = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
             finally:
                 os.close(descriptor)

@@ -1,6 +1,7 @@
 """The folder of a shared index: whose it is, and which files in it an earlier writer has left."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -13,6 +14,9 @@ from kvatlas.schemas.errors import FolderUnusable, ForeignFile, InvalidSetting
 
 NAME = "indexer.shared_folder"
 LOCK, HEADER = "lock", "header"
+#: that arrays leave free: an index that takes the last byte could not say any more who the workers
+#: are. Too low, new workers are unknown to routers; too high, a small file system holds no index
+HEADROOM_BYTES = 1 << 20
 #: of the header's second word: `kvatlas` and the version of the layout
 FORMAT_MARK = 0x6B_7661_746C_6173
 #: what the lock says since folders are checked; before, it was empty
@@ -67,9 +71,16 @@ class SharedFolder:
         """Rename a file over another one."""
         os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
+    def take_room(self, fd: int, num_bytes: int) -> None:
+        """Have memory for a file's first bytes; some is left for the fleet. Raises OSError."""
+        lacking = num_bytes - 512 * os.fstat(fd).st_blocks
+        if own_files.free_bytes(self._fd) < lacking + HEADROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own_files.take_room(fd, num_bytes)
+
     def shortage(self, num_bytes: int) -> str:
-        """Return, for a message, what its file system lacks."""
-        return own_files.shortage(self.path, num_bytes)
+        """Return, for a message, what its file system lacks for so many bytes."""
+        return own_files.shortage(self.path, num_bytes + HEADROOM_BYTES)
 
     def close(self) -> None:
         """Let another one write. What is there stays for readers."""

@@ -94,6 +94,8 @@ class IndexPublication:
         self._views: dict[InstanceId, msgspec.Raw] = {}
         self._stats, self._state_digest = index.stats(), index.state_digest()
         self._generation = 0
+        #: as far as the last attempt to write the fleet showed
+        self._has_room = True
         self._encode = msgspec.msgpack.Encoder().encode
         self._convergence_ms: dict[str, float] = {}
         #: windows that were put off because a reader could not get through
@@ -178,8 +180,14 @@ class IndexPublication:
         except OSError as error:
             # the next pulse tries again
             self._header[h.FLEET_GENERATION] = 0
-            _logger.error("readers of the shared index know nobody: %s", error)
+            if self._has_room:
+                problem = f"{error.strerror or error}: {self._arrays.shortage(len(content))}"
+                _logger.error("readers of the shared index know nobody: %s", problem)
+            self._has_room = False
             return
+        if not self._has_room:
+            _logger.info("readers of the shared index know who is there again")
+        self._has_room = True
         self._generation += 1
         self._header[h.FLEET_GENERATION] = self._generation
         self._header[h.FLEET_BYTES] = len(content)

@@ -250,8 +250,9 @@ class AttachedState:
             return False  # its writer has no room to say who is who
         if generation != self._fleet_generation:
             token = int(header[h.TOKEN])
-            content = (self._folder / f"{token:016x}.fleet.{generation}").read_bytes()
-            self._take_fleet(self._decode(content[: int(header[h.FLEET_BYTES])]))
+            with (self._folder / f"{token:016x}.fleet.{generation}").open("rb") as opened:
+                content = opened.read(int(header[h.FLEET_BYTES]))
+            self._take_fleet(self._decode(content))
             self._fleet_generation = generation
         return self._fleet is not None
 
