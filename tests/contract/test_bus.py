@@ -1,6 +1,7 @@
 """What every bus promises: order, holes, ranges, requests."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -70,6 +71,21 @@ async def test_broker_times_do_not_fall(bus: Bus) -> None:
     times = [message.broker_ns for message in await got.count(20)]
     assert times == sorted(times)
     assert times[0] > 1_500_000_000 * 10**9
+
+
+async def test_the_time_at_the_broker_is_that_of_its_messages(bus: Bus) -> None:
+    await bus.declare_stream(a_stream())
+    before_ns = await now_at(bus)
+    await publish(bus, 1)
+    (message,) = [each async for each in bus.read_range("TEST", 1, 1)]
+    slack_ns = 10**9  # half of an exchange with a broker that waits for a busy machine
+    assert before_ns - slack_ns <= message.broker_ns <= await now_at(bus) + slack_ns
+
+
+async def now_at(bus: Bus) -> int:
+    await bus.last_sequence("TEST")
+    assert bus.clock_offset_ns is not None
+    return time.monotonic_ns() + bus.clock_offset_ns
 
 
 async def test_a_follower_starts_where_it_is_told(bus: Bus) -> None:

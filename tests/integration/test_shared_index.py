@@ -56,6 +56,14 @@ def a_writer(folder: Path, seed: int = 1) -> Generator[subprocess.Popen[str], No
             process.kill()
 
 
+def test_readers_know_the_time_at_the_broker_from_the_writer(tmp_path: Path) -> None:
+    _, _, publication = published(tmp_path)
+    publication.pulse(PULSE._replace(clock_offset_ns=86_400 * 10**9))
+    reader = SharedIndexReader(tmp_path)
+    before_ns = time.monotonic_ns()
+    assert before_ns <= reader.broker_ns() - 86_400 * 10**9 <= time.monotonic_ns()
+
+
 def test_no_reader_ever_sees_half_of_a_change(tmp_path: Path) -> None:
     with a_writer(tmp_path) as process:
         reader = SharedIndexReader(tmp_path)

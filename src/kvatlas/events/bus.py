@@ -233,6 +233,15 @@ class Bus(Protocol):
         """Return the oldest kept sequence; last + 1 when nothing is kept."""
         ...
 
+    @property
+    def clock_offset_ns(self) -> int | None:
+        """The broker's time less our monotonic clock, in ns; None before the end of a stream was
+        asked for.
+
+        `broker_ns` of messages is that time, and this host's clock may be any other.
+        """
+        ...
+
     async def last_sequence(self, stream_name: str) -> int:
         """Return the newest sequence ever given; 0 for a fresh stream.
 

@@ -86,7 +86,7 @@ class MemoryBroker:
     def declare(self, spec: StreamSpec) -> StreamSpec:
         """Create the stream if there is none of its name; return the one there is."""
         if spec.name not in self._streams:
-            self._streams[spec.name] = MemoryStream(spec, self.faults, self._now_ns)
+            self._streams[spec.name] = MemoryStream(spec, self.faults, self.now_ns)
         return self._streams[spec.name].spec
 
     def bucket(self, name: str) -> MemoryBucket:
@@ -98,7 +98,7 @@ class MemoryBroker:
     def object_bucket(self, name: str) -> ObjectBucket:
         """Return a bucket of objects, a new one if there is none."""
         if name not in self._object_buckets:
-            self._object_buckets[name] = ObjectBucket(self._now_ns)
+            self._object_buckets[name] = ObjectBucket(self.now_ns)
         return self._object_buckets[name]
 
     def services(self, subject: str) -> "list[_MemoryService]":
@@ -109,7 +109,8 @@ class MemoryBroker:
         """Return who listens on a subject, for reading and changing."""
         return self._listeners.setdefault(subject, [])
 
-    def _now_ns(self) -> int:
+    def now_ns(self) -> int:
+        """Return what time messages are stored at."""
         return time.time_ns() if self._is_clock_ours else int(self.clock() * 1e9)
 
 
@@ -196,6 +197,10 @@ class MemoryBus:
 
     async def first_sequence(self, stream_name: str) -> int:
         return self._stream(stream_name).first
+
+    @property
+    def clock_offset_ns(self) -> int | None:
+        return self._broker.now_ns() - time.monotonic_ns()
 
     async def last_sequence(self, stream_name: str) -> int:
         return self._stream(stream_name).last

@@ -279,6 +279,10 @@ class NatsBus:
         state = (await self._info(stream_name)).state
         return state.first_seq if state.messages else state.last_seq + 1
 
+    @property
+    def clock_offset_ns(self) -> int | None:
+        return self._connection.clock.offset_ns
+
     async def last_sequence(self, stream_name: str) -> int:
         return (await self._info(stream_name)).state.last_seq
 
@@ -334,7 +338,8 @@ class NatsBus:
 
     async def _info(self, stream_name: str) -> StreamInfo:
         return await self._connection.call(
-            f"look at {stream_name}", lambda client: patient_info(client, stream_name)
+            f"look at {stream_name}",
+            lambda client: patient_info(client, stream_name, clock=self._connection.clock),
         )
 
 

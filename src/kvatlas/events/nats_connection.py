@@ -24,6 +24,7 @@ from nats.aio.client import Client, Server
 from nats.aio.subscription import Subscription
 from nats.js.errors import APIError
 
+from kvatlas.events.broker_clock import BrokerClock
 from kvatlas.events.bus import OnConnection
 from kvatlas.events.nats_credentials import login_of
 from kvatlas.events.nats_errors import DRIVER_ERRORS, translate
@@ -112,6 +113,8 @@ class NatsConnection:
         self.num_connects = 0
         #: how often one was left because its JetStream answered nothing
         self.num_given_up = 0
+        #: what time it is where the streams' leaders are
+        self.clock = BrokerClock()
         #: bytes that a message may have, as the last broker said
         self.max_payload = 1 << 20
 
@@ -276,7 +279,9 @@ class NatsConnection:
             if not life.cancelled() and (error := life.exception()) is not None:
                 # Only what is set wrongly gets here: an address or a file of keys.
                 if not isinstance(error, InvalidSetting):
-                    error = InvalidSetting("servers", self.where, f"cannot connect: {error}")
+                    error = InvalidSetting(
+                        "servers", self.where, f"cannot connect: {_wrong_setting(error)}"
+                    )
                 if first.done():
                     self._problems.add(str(error))
                 else:
@@ -495,6 +500,15 @@ def _check_addresses(servers: Sequence[str]) -> None:
             forms = "nats://HOST:4222, tls://, ws://, wss:// or HOST:4222"
             problem = f"{without_user(server)!r} is no address of a broker: expected {forms}"
             raise InvalidSetting("nats.url", "", problem)
+
+
+def _wrong_setting(error: BaseException) -> str:
+    """Return an error in words; what cannot be read as an address may be a part of a password."""
+    text = str(error)
+    if not isinstance(error, ValueError) or text == "Port out of range 0-65535":
+        return text
+    write = "/ as %2F, @ as %40, : as %3A, ? as %3F, # as %23"
+    return f"expected HOST:PORT behind user and password; write in these {write}"
 
 
 class _Client(Client):

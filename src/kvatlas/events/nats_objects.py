@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from hashlib import sha256
 from secrets import token_hex
+from string import hexdigits
 from typing import NamedTuple
 
 import msgspec
@@ -40,6 +41,7 @@ from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_consumer import PushConsumer
 from kvatlas.events.nats_errors import may_be_retried
 from kvatlas.events.nats_publisher import PublishAck, decode_ack
+from kvatlas.events.nats_quorum import patient_info
 from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name, chunks_of
 from kvatlas.schemas.errors import (
     BusUnavailable,
@@ -204,12 +206,35 @@ class NatsObjects:
         """Remove old chunks of ours that belong to no object: their writer was killed."""
         metas = [await self._meta_at(subject) for subject in await self._subjects(self._metas)]
         known = {found.meta.nuid for found in metas if found is not None}
+        clock = self._connection.clock
+        await self._connection.call(
+            f"look at {self._stream_name}",
+            lambda client: patient_info(client, self._stream_name, clock=clock),
+        )
         for subject in await self._subjects(self._chunks):
             upload = subject.removeprefix(self._chunks)
-            begun = _begun_ns(upload)
-            too_old = time.time_ns() - ORPHAN_SECONDS * 1e9
-            if upload not in known and begun is not None and begun < too_old:
+            if upload in known or not _is_upload_id(upload):
+                continue
+            # by the broker's clock both: the writer's may be hours off
+            offset_ns, stored_ns = clock.offset_ns, await self._stored_ns(subject)
+            if offset_ns is None or stored_ns is None:
+                continue
+            if time.monotonic_ns() + offset_ns - stored_ns > ORPHAN_SECONDS * 1e9:
                 await self._purge(subject)
+
+    async def _stored_ns(self, subject: str) -> int | None:
+        """Return when the broker stored the newest message of a subject; None without any."""
+
+        async def read(client: Client) -> RawStreamMsg | None:
+            try:
+                return await client.jsm().get_msg(self._stream_name, subject=subject)
+            except NotFoundError:
+                return None
+
+        message = await self._connection.call(f"look at {subject}", read)
+        if message is None or message.time is None:
+            return None
+        return int(message.time.timestamp() * 1e9)
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -342,9 +367,6 @@ def _new_id() -> str:
     return f"{time.time_ns():016x}{token_hex(8)}"
 
 
-def _begun_ns(upload: str) -> int | None:
-    """Return when an upload of ours began; None for one of other clients."""
-    try:
-        return int(upload[:16], 16) if len(upload) == 32 else None
-    except ValueError:
-        return None
+def _is_upload_id(upload: str) -> bool:
+    """Say whether we have given this name, and no other client."""
+    return len(upload) == 32 and all(each in hexdigits for each in upload)

@@ -8,13 +8,18 @@ follower, which is within a second while all is well.
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 from nats.js.api import ClusterInfo, PeerInfo, StreamInfo
 from nats.js.errors import APIError, ServiceUnavailableError
 
+from kvatlas.events.broker_clock import BrokerClock
+
+_1970 = datetime(1970, 1, 1, tzinfo=UTC)
 #: a follower that was heard of within this has not elected another leader; below 4 s
 HEARD_SECONDS = 3.0
 #: JetStream's own word for a node that knows no leader
@@ -50,23 +55,48 @@ def told_by_leader(info: StreamInfo) -> StreamInfo:
 
 
 async def info_of_leader(
-    client: Client, stream_name: str, *, with_deleted: bool = False
+    client: Client,
+    stream_name: str,
+    *,
+    with_deleted: bool = False,
+    clock: BrokerClock | None = None,
 ) -> StreamInfo:
-    """Ask once about a stream. Raises what nats-py raises, also where nobody speaks for it."""
+    """Ask once about a stream. Raises what nats-py raises, also where nobody speaks for it.
+
+    The `clock` learns from the leader's answer, which stores the stream's messages.
+    """
     asked = json.dumps({"deleted_details": True}).encode() if with_deleted else b""
     subject = f"$JS.API.STREAM.INFO.{stream_name}"
+    sent_ns = time.monotonic_ns()
     try:
         answer = json.loads((await client.request(subject, asked, LONGEST_SECONDS)).data)
     except NoRespondersError as error:
         raise ServiceUnavailableError(code=503, description="no JetStream") from error
     if "error" in answer:
         raise APIError.from_error(answer["error"])
-    info: StreamInfo = StreamInfo.from_response(answer)
-    return told_by_leader(info)
+    received_ns, answered_at = time.monotonic_ns(), answer.get("ts")
+    info: StreamInfo = told_by_leader(StreamInfo.from_response(answer))
+    if clock is not None and (broker_ns := _nanoseconds(answered_at)) is not None:
+        clock.take(sent_ns, received_ns, broker_ns)
+    return info
+
+
+def _nanoseconds(text: object) -> int | None:
+    """Return a time of the broker (RFC 3339) in ns since 1970; None where it gives none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return (datetime.fromisoformat(text) - _1970) // timedelta(microseconds=1) * 1000
+    except (ValueError, TypeError):
+        return None
 
 
 async def patient_info(
-    client: Client, stream_name: str, *, with_deleted: bool = False
+    client: Client,
+    stream_name: str,
+    *,
+    with_deleted: bool = False,
+    clock: BrokerClock | None = None,
 ) -> StreamInfo:
     """Ask until the leader answers; who calls bounds it.
 
@@ -77,7 +107,9 @@ async def patient_info(
     while True:
         try:
             async with asyncio.timeout(patience):
-                return await info_of_leader(client, stream_name, with_deleted=with_deleted)
+                return await info_of_leader(
+                    client, stream_name, with_deleted=with_deleted, clock=clock
+                )
         except TimeoutError:
             patience *= 2
         except ServiceUnavailableError as error:

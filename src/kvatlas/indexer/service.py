@@ -220,7 +220,7 @@ class IndexService:
     def convergence_ms(self) -> dict[str, float]:
         """Return how long the latest live messages took from the broker's store to the fold.
 
-        Compares the broker's clock with ours, so it means something on one host only.
+        By the broker's clock, which is known to half of an exchange with it (BrokerClock).
         """
         delays = sorted(self._delays_ns)
         if not delays:
@@ -229,6 +229,11 @@ class IndexService:
             name: round(delays[int(part * (len(delays) - 1))] / 1e6, 3)
             for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
         }
+
+    def broker_ns(self) -> int:
+        """Return what time it is at the broker, by which messages have their times."""
+        offset_ns = self._bus.clock_offset_ns
+        return self._broker_ns() if offset_ns is None else time.monotonic_ns() + offset_ns
 
     @property
     def snapshots(self) -> SnapshotStatus | None:
@@ -293,7 +298,9 @@ class IndexService:
         self._newest = message
         self._newest_ns, self._newest_at = message.broker_ns, time.monotonic()
         if self.is_ready:
-            self._delays_ns.append(time.time_ns() - message.broker_ns)
+            if (offset_ns := self._bus.clock_offset_ns) is not None:
+                delay_ns = time.monotonic_ns() + offset_ns - message.broker_ns
+                self._delays_ns.append(max(delay_ns, 0))
         else:
             self._check_ready()
 
@@ -423,9 +430,16 @@ class IndexService:
     def _pulse(self) -> None:
         """Tell readers in other processes how we are doing."""
         if self._publication:
-            connected, end = self._bus.connected, self._last_in_stream
-            delays_ms = self.convergence_ms()
-            self._publication.pulse(Pulse(self.is_ready, connected, end, self._heard_at, delays_ms))
+            self._publication.pulse(
+                Pulse(
+                    self.is_ready,
+                    self._bus.connected,
+                    self._last_in_stream,
+                    self._heard_at,
+                    self.convergence_ms(),
+                    self.broker_ns() - time.monotonic_ns(),
+                )
+            )
 
     def _lay_trust(self) -> None:
         self._live.lay(not self.is_ready, self._silent() if self.is_ready else frozenset())

@@ -1,6 +1,5 @@
 """The control API: what people, load balancers and dashboards ask. All of it only reads."""
 
-import time
 from collections.abc import Iterable
 from importlib.resources import files
 from typing import Annotated, Any
@@ -149,9 +148,9 @@ def control_routes(
 
     @routes.get("/v1/workers", summary="All workers", responses=_json_of(WorkersAnswer))
     async def workers() -> Response:
-        found = service.index.instances()
+        broker_ns, found = service.feed.broker_ns(), service.index.instances()
         naming = Namings(view for view in found if view.trust is not Trust.gone)
-        views = tuple(_worker(service, view, naming) for view in found)
+        views = tuple(_worker(service, view, naming, broker_ns) for view in found)
         age = _age(service)
         return _json(WorkersAnswer(views, age.stream_sequence, age.index_age_ms, age.connected))
 
@@ -249,7 +248,9 @@ class Namings:
         return found[:MAX_UNLIKE]
 
 
-def _worker(service: RouterService, view: InstanceView, naming: Namings) -> WorkerAnswer:
+def _worker(
+    service: RouterService, view: InstanceView, naming: Namings, broker_ns: int
+) -> WorkerAnswer:
     info, load = view.info, service.load_of(view.instance, view.epoch)
     return WorkerAnswer(
         worker=view.instance.worker,
@@ -271,9 +272,9 @@ def _worker(service: RouterService, view: InstanceView, naming: Namings) -> Work
         block_tokens=info.descriptor.block_tokens if info else 0,
         hash_algorithm=info.descriptor.algorithm if info else "",
         role=info.role if info else "",
-        last_event_age_ms=_age_ms(view.last_event_ns),
+        last_event_age_ms=_age_ms(view.last_event_ns, broker_ns),
         load=None if load is None else _load(load),
-        replaced=_replaced(view),
+        replaced=_replaced(view, broker_ns),
         muted_namespaces={root.hex(): why for root, why in sorted(view.muted.items())},
         lookahead_tokens=info.descriptor.lookahead_tokens if info else 0,
         num_unreusable_trailing_blocks=info.num_unreusable_trailing_blocks if info else 0,
@@ -281,15 +282,16 @@ def _worker(service: RouterService, view: InstanceView, naming: Namings) -> Work
     )
 
 
-def _replaced(view: InstanceView) -> ReplacedAnswer | None:
+def _replaced(view: InstanceView, broker_ns: int) -> ReplacedAnswer | None:
     was = view.replaced
-    return (
-        None if was is None else ReplacedAnswer(was.epoch, was.base_url, _age_ms(was.last_event_ns))
-    )
+    if was is None:
+        return None
+    return ReplacedAnswer(was.epoch, was.base_url, _age_ms(was.last_event_ns, broker_ns))
 
 
-def _age_ms(broker_ns: int) -> float:
-    return max((time.time_ns() - broker_ns) / 1e6, 0.0)
+def _age_ms(at_ns: int, broker_ns: int) -> float:
+    """Return how long ago something was, both by the broker's clock."""
+    return max((broker_ns - at_ns) / 1e6, 0.0)
 
 
 def _load(load: Load) -> LoadAnswer:

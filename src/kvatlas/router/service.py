@@ -91,6 +91,10 @@ class IndexFeed(Protocol):
         """Time from the broker's store to the index: p50, p99, max; empty before any message."""
         ...
 
+    def broker_ns(self) -> int:
+        """Return what time it is at the broker, whose times messages have."""
+        ...
+
 
 class Outcome(NamedTuple):
     """A report taken in: `applied` is False when the request no longer counted."""

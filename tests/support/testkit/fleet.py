@@ -1,5 +1,6 @@
 """A fleet that exists in a real IndexState only, and a router over it with a clock of its own."""
 
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,6 +42,9 @@ class StillFeed:
 
     def convergence_ms(self) -> dict[str, float]:
         return {}
+
+    def broker_ns(self) -> int:
+        return time.time_ns()
 
 
 class TurnedClock:

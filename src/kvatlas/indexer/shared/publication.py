@@ -41,6 +41,8 @@ class PublishedFleet(Struct, frozen=True, array_like=True):
     stats: IndexStats
     state_digest: str
     convergence_ms: dict[str, float]
+    #: see Pulse
+    clock_offset_ns: int = 0
 
 
 class Pulse(NamedTuple):
@@ -51,6 +53,8 @@ class Pulse(NamedTuple):
     last_in_stream: int
     heard_at: float
     convergence_ms: dict[str, float]
+    #: the broker's time less the monotonic clock, in ns
+    clock_offset_ns: int = 0
 
 
 class Places(Protocol):
@@ -98,6 +102,7 @@ class IndexPublication:
         self._has_room = True
         self._encode = msgspec.msgpack.Encoder().encode
         self._convergence_ms: dict[str, float] = {}
+        self._clock_offset_ns = 0
         #: windows that were put off because a reader could not get through
         self.num_pauses = 0
 
@@ -130,6 +135,7 @@ class IndexPublication:
         self._encode_all()  # which takes long, and changes nothing that readers see
         with self:
             self._convergence_ms = pulse.convergence_ms
+            self._clock_offset_ns = pulse.clock_offset_ns
             header[h.IS_READY], header[h.IS_CONNECTED] = pulse.is_ready, pulse.is_connected
             header[h.LAST_IN_STREAM] = pulse.last_in_stream
             header[h.HEARD_AT_NS] = int(pulse.heard_at * 1e9)
@@ -173,6 +179,7 @@ class IndexPublication:
                 self._stats,
                 self._state_digest,
                 self._convergence_ms,
+                self._clock_offset_ns,
             )
         )
         try:

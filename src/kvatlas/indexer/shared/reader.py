@@ -163,6 +163,11 @@ class AttachedState:
     def state_digest(self) -> str:
         return self._published().state_digest
 
+    def clock_offset_ns(self) -> int:
+        """Return the broker's time less the monotonic clock of this host."""
+        found = self._consistently(lambda: self._fleet, self._fleet)
+        return 0 if found is None else found.clock_offset_ns
+
     def convergence_ms(self) -> dict[str, float]:
         """Return what the writer last measured."""
         return {} if self._fleet is None else self._fleet.convergence_ms
@@ -349,6 +354,10 @@ class SharedIndexReader:
     def convergence_ms(self) -> dict[str, float]:
         """Return what the writer last measured."""
         return self._state.convergence_ms()
+
+    def broker_ns(self) -> int:
+        """Return what time it is at the broker, as the writer last knew it."""
+        return time.monotonic_ns() + self._state.clock_offset_ns()
 
     # --- index --------------------------------------------------------------------------------
 
