@@ -2,15 +2,30 @@
 
 import sys
 from collections.abc import Sequence
+from traceback import format_exception
+from types import TracebackType
 
+from kvatlas.schemas.printable import printable_lines
 from kvatlas.worker_hooks.stop_deadline import limit_stop
 
 #: what a role may take to stop, with the processes that it has started; more than any of these
 STOP_SECONDS = 60.0
 
 
+def _say_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print an error of the program itself as Python does, without control characters or secrets.
+
+    Its text may repeat an address with a password, or a name that somebody else chose.
+    """
+    print(printable_lines("".join(format_exception(kind, error, traceback))), file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if arguments is None:
+        sys.excepthook = _say_uncaught
     try:
         import kvatlas.bridge_command
         import kvatlas.dead_letters_command

@@ -1,6 +1,7 @@
 """What commands have in common: options, the settings that these make, how they end."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,14 @@ import typer
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import MAX_UNREUSABLE_BLOCKS
 from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
+from kvatlas.schemas.printable import printable, printable_json
 from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.sidecar_options import check_name
 
 #: columns of a table that goes into a file or another program
 WIDTH = 200
+#: of a line that a command prints; a decoded batch is long
+MAX_LINE_CHARACTERS = 100_000
 #: a module that may be missing -> the smallest extra that brings it
 EXTRAS = {
     "numpy": "indexer",
@@ -211,6 +215,21 @@ def fingerprint_of(text: str) -> bytes:
         return bytes.fromhex(text)
     except ValueError as error:
         raise InvalidSetting("kv_fingerprint", "flag --kv-fingerprint", str(error)) from error
+
+
+def say(*lines: str) -> None:
+    """Print lines in which others may have a part: names, URLs, reasons."""
+    print("\n".join(printable(line, MAX_LINE_CHARACTERS) for line in lines), flush=True)
+
+
+def say_json(text: str) -> None:
+    """Print a JSON object in which others may have a part."""
+    print(printable_json(text), flush=True)
+
+
+def say_error(problem: object) -> None:
+    """Print what went wrong in one line on stderr."""
+    print(f"kvatlas: {printable(str(problem))}", file=sys.stderr, flush=True)
 
 
 def exit_as(reason: str) -> None:

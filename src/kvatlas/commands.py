@@ -5,14 +5,14 @@ Errors of ours end a command with one line on stderr and status 1, wrong usage w
 
 import asyncio
 import gc
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from kvatlas import __version__
 from kvatlas.command_line import (
@@ -44,6 +44,9 @@ from kvatlas.command_line import (
     extra_of,
     fingerprint_of,
     for_serving,
+    say,
+    say_error,
+    say_json,
     settings_from,
     with_archive,
     with_broker,
@@ -52,11 +55,39 @@ from kvatlas.command_line import (
 from kvatlas.doctor.command import doctor
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.ids import MAX_RANK
+from kvatlas.schemas.printable import printable
 from kvatlas.worker_hooks.log_lines import write_log_lines
 from kvatlas.worker_hooks.process import leaves
 from kvatlas.worker_hooks.stop_deadline import limit_stop
 
+
+class _Commands(TyperGroup):
+    """Does not repeat credentials or control characters of a command line that is wrong."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+#: of typer, which has no public name for it
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+@contextmanager
+def _printable_usage() -> Generator[None, None, None]:
+    try:
+        yield
+    except _UsageError as error:
+        vars(error)["message"] = printable(str(vars(error)["message"]))
+        raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -73,17 +104,17 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # typer's way to return, wrong usage included
         return ended.code if isinstance(ended.code, int) else 1
     except KvatlasError as error:
-        print(f"kvatlas: {error}", file=sys.stderr)
+        say_error(error)
         return 1
     except ExceptionGroup as group:
         ours, others = group.split(KvatlasError)
         if ours is None or others is not None:
             raise
         for leaf in leaves(ours):
-            print(f"kvatlas: {leaf}", file=sys.stderr)
+            say_error(leaf)
         return 1
     except ModuleNotFoundError as error:
-        print(f"kvatlas: {error}: pip install 'kvatlas[{extra_of(error)}]'", file=sys.stderr)
+        say_error(f"{error}: pip install 'kvatlas[{extra_of(error)}]'")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -145,7 +176,7 @@ def demo(
         report = asyncio.run(run_demo(options, played, display))
     print_report(console, report)
     if json:
-        print(report_json(report))
+        say_json(report_json(report))
     if not report.holds:
         raise typer.Exit(1)
 
@@ -333,9 +364,9 @@ def replay(
     if tokens is not None:
         matches = match_tokens(replayed.state, model, tokens, fleet_key=fleet_key)
     if json:
-        print(report_json(report, matches))
+        say_json(report_json(report, matches))
         return
-    print("\n".join(replay_lines(report, moment) + match_lines(matches or [])))
+    say(*replay_lines(report, moment), *match_lines(matches or []))
 
 
 @app.command()
@@ -349,7 +380,11 @@ def explain(
     """Say why a request went where it went."""
     from kvatlas.reports import explained
 
-    print(explained(archive, decision_id, json, lambda line: print(line, file=sys.stderr)))
+    text = explained(archive, decision_id, json, say_error)
+    if json:
+        say_json(text)
+    else:
+        say(*text.split("\n"))
 
 
 @app.command()
@@ -361,9 +396,9 @@ def check(
     from kvatlas.check import check_json, check_lines, check_url
 
     report = check_url(archive)
-    print("\n".join(check_lines(report)))
+    say(*check_lines(report))
     if json:
-        print(check_json(report))
+        say_json(check_json(report))
     if report.num_contradictions:
         raise typer.Exit(1)
 

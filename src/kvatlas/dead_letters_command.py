@@ -41,6 +41,7 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_DEAD_LETTERS
 from kvatlas.own_files import open_output
 from kvatlas.schemas.errors import InvalidSetting, MalformedLetter, UnknownLetter
+from kvatlas.schemas.printable import printable, printable_json
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.process import signals_call
 
@@ -172,10 +173,10 @@ def _cells(letter: DeadLetter) -> list[str]:
     return [
         str(letter.stream_sequence),
         _time(letter).strftime("%Y-%m-%d %H:%M:%S"),
-        _plain(letter.worker) or "-",
-        _plain(letter.kind),
+        printable(letter.worker) or "-",
+        printable(letter.kind),
         f"{letter.num_bytes}{' (cut)' if letter.num_bytes > MAX_KEPT_BYTES else ''}",
-        _plain(letter.reason),
+        printable(letter.reason),
     ]
 
 
@@ -191,7 +192,7 @@ def _json(letter: DeadLetter) -> str:
         "by": letter.by,
         "num_bytes": letter.num_bytes,
     }
-    return msgspec.json.encode(content).decode()
+    return printable_json(msgspec.json.encode(content).decode())
 
 
 def _time(letter: DeadLetter) -> datetime:
@@ -200,8 +201,3 @@ def _time(letter: DeadLetter) -> datetime:
         return datetime.fromtimestamp(letter.broker_ns / 1e9, UTC)
     except (OverflowError, ValueError, OSError):
         return datetime.fromtimestamp(0, UTC)
-
-
-def _plain(text: str) -> str:
-    # what others send may hold anything that a terminal would obey
-    return text if text.isprintable() else text.encode("unicode_escape").decode()

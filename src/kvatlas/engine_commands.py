@@ -5,13 +5,12 @@ They register themselves on the application of `commands`; `__main__` imports bo
 
 import asyncio
 import json as json_module
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvatlas.command_line import Creds, JsonFlag
+from kvatlas.command_line import Creds, JsonFlag, say, say_error
 from kvatlas.commands import app
 from kvatlas.schemas.errors import CaptureUnreadable, InvalidSetting
 from kvatlas.worker_hooks.captures import QUIET_SECONDS, Capture, CaptureFile, read_capture
@@ -66,7 +65,7 @@ def decode(
         _print(line)
     if capture.damage is not None:
         decoding.reject("truncated")
-        print(f"kvatlas: {capture.damage}", file=sys.stderr)
+        say_error(capture.damage)
     report = decoding.report()
     if json:
         print(json_module.dumps(report))
@@ -93,8 +92,7 @@ def _decoding(capture: Capture, options: DecodeOptions, folds: bool) -> Decoding
 
 
 def _print(line: str) -> None:
-    # what engines send may hold anything that a terminal would obey
-    print(line.encode("unicode_escape").decode())
+    say(line)
 
 
 @app.command()
@@ -133,7 +131,7 @@ def _record_engine(out: CaptureFile, options: "RecordOptions", redactor: Redacto
     from kvatlas.worker_hooks.recording import record as frames_of
 
     def on_ready() -> None:
-        print(f"listening to {options.endpoint}", flush=True)
+        say(f"listening to {options.endpoint}")
 
     with stop_signals() as is_stopped:
         for frame in frames_of(options, Listener(on_ready, _warn, is_stopped)):
@@ -180,4 +178,4 @@ async def _record_stream(
 
 
 def _warn(problem: str) -> None:
-    print(f"kvatlas: {problem}", file=sys.stderr, flush=True)
+    say_error(problem)

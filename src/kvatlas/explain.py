@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from kvatlas.events.archive import Archive
 from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.printable import printable
 from kvatlas.schemas.routing import CandidateScore, Decision, Plan, decode_decision
 
 
@@ -72,7 +73,7 @@ def explain(decision: Decision) -> str:
         "",
         *_known(found),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 # --- what the text is made of -------------------------------------------------------------------
@@ -107,6 +108,7 @@ def _considered(decision: Decision) -> list[str]:
             match += f" +{each.predicted_tokens} predicted"
         costs = [_ms(each.terms.get(term, 0.0)) for term in terms]
         rows.append([mark, _name(each), each.trust, match, _ms(each.cost_ms), *costs])
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     table = [
         "  ".join(

@@ -13,6 +13,7 @@ from kvatlas.router.app import RouterApp
 from kvatlas.router.http.limits import HttpLimits
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.conditions import Conditions
+from kvatlas.schemas.printable import printable, without_credentials
 from kvatlas.schemas.settings import RouterSettings
 
 #: how long a broker may be away before it is said where the process can be asked about it
@@ -144,9 +145,11 @@ class Announcement:
         if self._is_said:
             return
         self._is_said = True
-        found = {name: address for name, address in addresses.items() if address}
+        found = {
+            name: without_credentials(address) for name, address in addresses.items() if address
+        }
         if self._as_json:
             print(json.dumps(found), flush=True)
             return
         for name, address in found.items():
-            print(f"{name:<8} {address}", flush=True)
+            print(printable(f"{name:<8} {address}"), flush=True)

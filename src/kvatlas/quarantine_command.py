@@ -17,6 +17,7 @@ from kvatlas.command_line import (
     Creds,
     Nats,
     SetFlags,
+    say,
     settings_from,
     with_broker,
 )
@@ -63,7 +64,7 @@ def quarantine(
     settings = with_broker(settings_from(config, nats, creds, set_))
     for record, sequence in asyncio.run(_record(settings, worker, rank, reason, release)):
         done = "released" if lifts_quarantine(record) else "quarantined"
-        print(f"{record.instance} epoch {record.epoch} {done} at {sequence}: {record.reason}")
+        say(f"{record.instance} epoch {record.epoch} {done} at {sequence}: {record.reason}")
 
 
 async def _record(

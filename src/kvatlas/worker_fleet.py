@@ -8,6 +8,7 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator
 
+import msgspec
 from msgspec import Struct
 
 from kvatlas.indexer.service import IndexService
@@ -49,10 +50,10 @@ async def worker_fleet(
     with runtime_folder() as folder:
         workers: list[Process] = []
         watches: list[asyncio.Task[None]] = []
-        environment = {**os.environ, **environment_of(settings, "log", "fleet", "sidecar", "nixl")}
+        environment = _environment(settings, nats_url)
         try:
             for number in range(engines.workers):
-                arguments = _arguments(engines, settings, nats_url, f"w{number}", str(folder))
+                arguments = _arguments(engines, f"w{number}", str(folder))
                 worker = await asyncio.create_subprocess_exec(
                     *arguments, stdin=DEVNULL, stdout=DEVNULL, env=environment
                 )
@@ -69,11 +70,15 @@ async def worker_fleet(
             await asyncio.gather(*map(_stop, workers))
 
 
-def _arguments(
-    engines: EngineOptions, settings: Settings, nats_url: str, name: str, folder: str
-) -> list[str]:
+def _environment(settings: Settings, nats_url: str) -> dict[str, str]:
+    """Return the environment of a worker: its broker too, for all users see command lines."""
+    at = msgspec.structs.replace(settings.nats, url=nats_url, folder="")
+    told = msgspec.structs.replace(settings, nats=at)
+    return {**os.environ, **environment_of(told, "nats", "log", "fleet", "sidecar", "nixl")}
+
+
+def _arguments(engines: EngineOptions, name: str, folder: str) -> list[str]:
     options = {
-        "--nats": nats_url,
         "--name": name,
         "--folder": f"{folder}/{name}",
         "--blocks": engines.blocks_per_worker,
@@ -83,9 +88,8 @@ def _arguments(
         "--decode-tokens-per-second": engines.decode_tokens_per_second,
         "--speed": engines.speed,
         "--parent-pid": os.getpid(),
-        "--creds": settings.nats.credentials or None,
     }
-    given = [(flag, str(value)) for flag, value in options.items() if value is not None]
+    given = [(flag, str(value)) for flag, value in options.items()]
     command = [sys.executable, "-P", "-m", "kvatlas", "worker"]
     return [*command, *(word for pair in given for word in pair)]
 

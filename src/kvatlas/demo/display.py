@@ -6,9 +6,11 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvatlas.demo.outcomes import Outcome, PolicyFigures
 from kvatlas.demo.run import DemoReport
+from kvatlas.schemas.printable import printable
 
 
 class LiveDisplay:
@@ -61,7 +63,8 @@ class LiveDisplay:
 
 def print_report(console: Console, report: DemoReport) -> None:
     """Print the comparison, what was verified, and where to go next."""
-    table = Table(title=f"{report.requests} requests on {report.workers} workers, {report.trace}")
+    title = f"{report.requests} requests on {report.workers} workers, {report.trace}"
+    table = Table(title=Text(printable(title), "table.title"))
     for column in ("", "hits", "local", "pulled", "TTFT p50", "TTFT p99", "max/mean work"):
         table.add_column(column, justify="left" if not column else "right")
     for name, figures in report.policies.items():
@@ -83,7 +86,8 @@ def print_report(console: Console, report: DemoReport) -> None:
     )
     console.print(command, soft_wrap=True)
     if report.archive:
-        console.print(f"  .venv/bin/kvatlas replay --archive {report.archive}", soft_wrap=True)
+        command = printable(f"  .venv/bin/kvatlas replay --archive {report.archive}")
+        console.print(command, soft_wrap=True, markup=False)
 
 
 def _cells(figures: PolicyFigures) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,11 +38,18 @@ async def get_json(url: str) -> Any:
 
 
 @asynccontextmanager
-async def fleet_process(arguments: Sequence[str]) -> AsyncIterator[FleetAddress]:
-    """Run `kvatlas serve` with the arguments until the block ends; yield once it is ready."""
+async def fleet_process(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> AsyncIterator[FleetAddress]:
+    """Run `kvatlas serve` with the arguments until the block ends; yield once it is ready.
+
+    Secrets belong into the `environment`, which is added to this process's own.
+    """
     command = [sys.executable, "-P", "-m", "kvatlas", "serve", "--json", *arguments]
     command += ["--parent-pid", str(os.getpid())]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=PIPE, stderr=PIPE, env={**os.environ, **(environment or {})}
+    )
     errors: list[str] = []
     drain = asyncio.create_task(_drain(process, errors))
     try:

@@ -29,6 +29,7 @@ from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.replay import Moment, replay_archive
 from kvatlas.runtime_folder import runtime_folder, temporary_folder
 from kvatlas.schemas.errors import DemoStopped, InvalidSetting
+from kvatlas.schemas.settings import variable_of
 from kvatlas.worker_hooks.process import signals_call
 
 MODEL = "reference"
@@ -201,7 +202,10 @@ async def _run_policy(
     log: Sequence[str] = (),
 ) -> _PolicyRun:
     outcomes: list[Outcome] = []
-    async with fleet_process([*_serve_arguments(options, policy, archive), *log]) as fleet:
+    arguments = [*_serve_arguments(options, policy), *log]
+    # not as an argument, which all users of this machine see: it may have a password
+    environment = {variable_of("archive.url"): archive or ""}
+    async with fleet_process(arguments, environment) as fleet:
 
         def on_outcome(outcome: Outcome) -> None:
             outcomes.append(outcome)
@@ -224,7 +228,7 @@ async def _watch_lag(fleet: FleetAddress, audience: Audience) -> None:
         await asyncio.sleep(0.5)
 
 
-def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> list[str]:
+def _serve_arguments(options: DemoOptions, policy: str) -> list[str]:
     """Return the arguments of `kvatlas serve`; times of the router run on the scaled clock."""
     speed = options.speed
     window_ms = TRACE_LOAD_WINDOW_MS if options.trace else SESSIONS_LOAD_WINDOW_MS
@@ -248,7 +252,6 @@ def _serve_arguments(options: DemoOptions, policy: str, archive: str | None) -> 
         *("--speed", str(speed)),
         *("--prefill-tokens-per-second", str(PREFILL_TOKENS_PER_SECOND)),
         *("--decode-tokens-per-second", str(DECODE_TOKENS_PER_SECOND)),
-        *(("--archive", archive) if archive else ()),
         *(word for key, value in scaled.items() for word in ("--set", f"{key}={value}")),
     ]
 

@@ -2,12 +2,16 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.printable import printable, printable_json
+
+if TYPE_CHECKING:
+    from kvatlas.doctor.checks import Finding
 
 
 def doctor(
@@ -52,9 +56,14 @@ def doctor(
         events_endpoint=events_endpoint,
         wait_seconds=wait_seconds,
     )
-    findings = asyncio.run(run_doctor(options, lambda finding: print(finding.line(), flush=True)))
+    findings = asyncio.run(run_doctor(options, _say))
     failed = any(finding.status is Status.fail for finding in findings)
     if json:
-        print(msgspec.json.encode({"healthy": not failed, "findings": findings}).decode())
+        report = {"healthy": not failed, "findings": findings}
+        print(printable_json(msgspec.json.encode(report).decode()))
     if failed:
         raise typer.Exit(1)
+
+
+def _say(finding: "Finding") -> None:
+    print(printable(finding.line()), flush=True)

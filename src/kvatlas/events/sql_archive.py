@@ -52,6 +52,7 @@ from kvatlas.schemas.errors import (
     InvalidSetting,
     UnknownDecision,
 )
+from kvatlas.schemas.printable import without_credentials
 
 SCHEMA_VERSION = 1
 READ_ROWS = 2000
@@ -125,7 +126,7 @@ class SqlArchive:
     def __init__(self, url: str, *, must_exist: bool = False) -> None:
         parsed = _parse(url)
         self._insert = _DIALECTS[parsed.get_backend_name()]
-        self._shown = parsed.render_as_string(hide_password=True)
+        self._shown = without_credentials(parsed.render_as_string(hide_password=True))
         self.damaged = DamagedRows()
         self._is_reading = must_exist
         self._file: SqliteReading | None = None
@@ -315,9 +316,13 @@ class SqlArchive:
 def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError):  # its text may have a part of a password
+        parsed = None
+    if parsed is None or "@" in (parsed.host or ""):
         problem = "archive.url is no URL of a database: give one such as sqlite:///kvatlas.db"
-        raise InvalidSetting("archive.url", "", problem) from error
+        if "@" in url:
+            problem += "; in a password / is written as %2F, @ as %40, : as %3A"
+        raise InvalidSetting("archive.url", "", problem)
     if parsed.get_backend_name() not in _DIALECTS:
         known = " and ".join(_DIALECTS)
         problem = f"--archive (archive.url) {parsed.get_backend_name()!r:.60}: known databases are"

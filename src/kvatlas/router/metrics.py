@@ -6,6 +6,7 @@ The router itself contains no metric call. Names start with kv_.
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +21,7 @@ from kvatlas.router.siblings import Siblings
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import IndexUnavailable, KvatlasError
 from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.printable import printable
 from kvatlas.schemas.routing import Decision, Plan
 
 SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1)
@@ -30,6 +32,12 @@ RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 8, 16)
 
 # when a counter began is in no rule and on no page, and doubles what is scraped
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=16_384)
+def _label(name: str) -> str:
+    """Return a name as a label: printable, and two names never alike."""
+    return printable(name.replace("\\", r"\\"))
 
 
 class RouterMetrics:
@@ -137,7 +145,7 @@ class MeteredRouter:
 
     def _count(self, answer: RouteAnswer) -> None:
         metrics = self._metrics
-        metrics.routed.labels(answer.worker).inc()
+        metrics.routed.labels(_label(answer.worker)).inc()
         metrics.prompt_tokens.inc(answer.prompt_tokens)
         for tier, tokens in answer.match_tokens_by_tier.items():
             metrics.hit_tokens.labels(tier).inc(tokens)
@@ -147,7 +155,7 @@ class MeteredRouter:
 
     def _compare(self, decision: Decision, report: Report) -> None:
         """Set what was predicted against what came of it."""
-        metrics, worker = self._metrics, decision.chosen.worker
+        metrics, worker = self._metrics, _label(decision.chosen.worker)
         if report.failed:
             metrics.failed.labels(worker).inc()
             return
@@ -249,7 +257,7 @@ class StateCollector(Collector):
             "kv_rejected_events", "Events and payloads skipped", labels=["worker", "kind"]
         )
         for each in stats.rejected:
-            rejected.add_metric([each.worker, each.kind], each.count)
+            rejected.add_metric([_label(each.worker), each.kind], each.count)
         yield rejected
 
     def _workers(self) -> Iterable[Metric]:
@@ -282,7 +290,7 @@ class StateCollector(Collector):
             "kv_worker_prefill_tokens_per_second", "Learnt prefill rate", labels=labels
         )
         for view in self._service.index.instances():
-            where = [view.instance.worker, str(view.instance.rank)]
+            where = [_label(view.instance.worker), str(view.instance.rank)]
             for state in Trust:
                 trust.add_metric([*where, state], float(view.trust is state))
             blocks.add_metric(where, view.num_blocks)

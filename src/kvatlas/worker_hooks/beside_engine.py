@@ -1,7 +1,6 @@
 """What a plugin puts beside its engine: a ring in shared memory and the sidecar that reads it."""
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -15,6 +14,7 @@ from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.settings import Settings, load_settings
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.launch import FENCED_STATUS
+from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_apart import start_apart
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
@@ -24,7 +24,7 @@ REVIVE_SECONDS, MAX_REVIVE_SECONDS = 0.5, 30.0
 #: TOML file of settings, as --config is for the roles of the command line
 CONFIG_VARIABLE = "KVATLAS_CONFIG"
 
-_log = logging.getLogger(__name__)
+_log = printable_log(__name__)
 
 
 class BesideEngine:

@@ -1,9 +1,14 @@
 """The lines that a process of ours logs: when, who, how bad, what; one form for all roles."""
 
+import copy
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from kvatlas.schemas.printable import printable, printable_lines
 
 #: lines are alike whose logger and first characters are equal
 KIND_CHARS = 60
@@ -13,13 +18,54 @@ ALIKE_SECONDS = 60.0
 ALWAYS_WRITTEN = 3
 FORM = "%(asctime)s {who} %(levelname)s %(message)s"
 
+_ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+class LineFormatter(logging.Formatter):
+    """Writes each message as one printable line, and tracebacks as indented ones.
+
+    What others send reaches the log in names, reasons and errors: here it cannot forge a line, and
+    credentials of URLs are left out, whatever logs them.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        plain = copy.copy(record)  # other handlers get it as it is
+        plain.msg, plain.args, plain.exc_text = printable(record.getMessage()), (), None
+        return super().format(plain)
+
+    def formatException(self, ei: _ExcInfo) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+class PrintableLog(logging.LoggerAdapter[logging.Logger]):
+    """A log in a process that is not ours, whose formatter writes messages as they are."""
+
+    def log(self, level: int, msg: object, *args: Any, **options: Any) -> None:
+        """Log a message as one printable line."""
+        if self.isEnabledFor(level):
+            options.setdefault("stacklevel", 2)  # the caller, not this line
+            text = str(msg) % args if args else str(msg)
+            super().log(level, "%s", printable(text), **options)
+
+
+def printable_log(name: str) -> PrintableLog:
+    """Return a log for code that runs within an engine."""
+    return PrintableLog(logging.getLogger(name), {})
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in printable_lines(text).splitlines())
+
 
 def write_log_lines(who: str) -> None:
     """Write log lines to stderr: ours from INFO on, those of libraries from WARNING on."""
-    logging.basicConfig(level=logging.WARNING, format=FORM.format(who=who))
-    few = FewAlike()
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(few)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(FORM.format(who=printable(who).replace("%", "%%"))))
+    handler.addFilter(FewAlike())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("kvatlas").setLevel(logging.INFO)
 
 

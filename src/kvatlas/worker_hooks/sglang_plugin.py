@@ -8,20 +8,20 @@ the engine: what fails is logged once, counted, and leaves an engine that publis
 """
 
 import atexit
-import logging
 from typing import Any
 
 import msgspec
 
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.worker_hooks.beside_engine import BesideEngine, default_worker, plugin_settings
+from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.plugin_endpoint import parse_endpoint
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
 ENGINE = "sglang"
 PUBLISHER = "nats"
 
-_log = logging.getLogger(__name__)
+_log = printable_log(__name__)
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.schemas.errors import KvatlasError
+from kvatlas.schemas.printable import printable
 from kvatlas.worker_hooks.exchange import make_pool
 from kvatlas.worker_hooks.launch import FENCED_STATUS
 from kvatlas.worker_hooks.log_lines import write_log_lines
@@ -89,7 +90,7 @@ def main() -> int:
         status = FENCED_STATUS if asyncio.run(run_sidecar(options, deadline)) == FENCED else 0
     except* KvatlasError as errors:
         for error in leaves(errors):
-            print(f"sidecar {options.instance}: {error}", file=sys.stderr)
+            print(printable(f"sidecar {options.instance}: {error}"), file=sys.stderr)
     return status
 
 

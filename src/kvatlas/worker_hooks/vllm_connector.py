@@ -11,7 +11,6 @@ config `router_url` is asked who holds the prompt. A pull that fails is never an
 of the request: the engine computes what did not come.
 """
 
-import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from kvatlas.worker_hooks.connector.orders import Beside, Orders, Save
 from kvatlas.worker_hooks.connector.requests import RequestBlocks, plan_in
 from kvatlas.worker_hooks.connector.slots import PoolSlots
 from kvatlas.worker_hooks.connector.stats import BLOCKS, LOADS, SECONDS, added, in_words, stats_of
+from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.vllm_plugin.facts import why_no_exchange
 from kvatlas.worker_hooks.vllm_plugin.running import current
@@ -51,7 +51,7 @@ DEFAULT_FIND_MS = 50.0
 #: pools that a worker's side in this process writes to, for a reset on the scheduler's side
 _slots_here: dict[str, PoolSlots] = {}
 
-_log = logging.getLogger("vllm.kvatlas")
+_log = printable_log("vllm.kvatlas")
 
 
 class OrdersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # no types here

@@ -5,7 +5,6 @@ or wrong costs at most `find_seconds` and means that nothing is pulled.
 """
 
 import http.client
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from msgspec import Struct
 
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan, PullStep
+from kvatlas.worker_hooks.log_lines import printable_log
 
 MAX_CANDIDATES = 8
 #: questions under way; more wait in line, and give up by their own time
@@ -24,7 +24,7 @@ _THREADS = 4
 #: an answer of more than this is none
 _MAX_ANSWER_BYTES = 1024 * 1024
 
-_log = logging.getLogger("vllm.kvatlas")
+_log = printable_log("vllm.kvatlas")
 
 
 class Pending(Enum):

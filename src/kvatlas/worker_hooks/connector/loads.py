@@ -6,7 +6,6 @@ Whatever goes wrong leaves blocks that have failed, which the engine computes.
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from kvatlas.schemas.errors import KvatlasError, SidecarUnavailable
 from kvatlas.worker_hooks.channel import PullEnded, SidecarChannel
 from kvatlas.worker_hooks.connector.orders import Load, Run
 from kvatlas.worker_hooks.connector.slots import PoolSlots
+from kvatlas.worker_hooks.log_lines import printable_log
 
 #: engine's block, slot -> copies the bytes
 Fill = Callable[[int, int], None]
@@ -25,7 +25,7 @@ Fill = Callable[[int, int], None]
 ROOM_SECONDS = 0.01
 CAME = ("held", "own")
 
-_log = logging.getLogger("vllm.kvatlas")
+_log = printable_log("vllm.kvatlas")
 
 
 @dataclass

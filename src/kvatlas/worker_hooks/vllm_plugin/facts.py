@@ -1,7 +1,6 @@
 """What vLLM's configuration says of a worker; reads attributes, imports nothing of vLLM."""
 
 import hashlib
-import logging
 import os
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from kvatlas.schemas.fleet import KvLayout
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.beside_engine import default_worker
+from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.plugin_endpoint import PluginEndpoint
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 
@@ -20,7 +20,7 @@ SERVE_BLOCKS, SERVE_BYTES = "serve_blocks", "serve_bytes"
 _WINDOWED = re.compile("SlidingWindow|Mamba|ChunkedLocal")
 _END_BYTES = 64 * 1024
 
-_log = logging.getLogger(__name__)
+_log = printable_log(__name__)
 
 
 def sidecar_options(

@@ -11,12 +11,12 @@ there: the publisher named `zmq`, `Scheduler.__init__` (a complete scheduler has
 
 import atexit
 import functools
-import logging
 import os
 import time
 from typing import Any
 
 from kvatlas.worker_hooks.beside_engine import BesideEngine, plugin_settings
+from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.plugin_endpoint import is_plugin_endpoint, parse_endpoint
 from kvatlas.worker_hooks.vllm_plugin import running
 from kvatlas.worker_hooks.vllm_plugin.facts import sidecar_options
@@ -26,7 +26,7 @@ _PATCHED = "_is_kvatlas"
 #: whole digests, by which the live block pool is asked; only our publisher reads the events
 _INT_HASHES = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
-_log = logging.getLogger("vllm.kvatlas")  # below `vllm`, so that vLLM prints it
+_log = printable_log("vllm.kvatlas")  # below `vllm`, so that vLLM prints it
 
 
 def register() -> None:

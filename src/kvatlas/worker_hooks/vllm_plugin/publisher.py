@@ -4,7 +4,6 @@
 memory, a dict entry a block. It never waits and never raises.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.worker_hooks.hook import WorkerHook
+from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.raw_events import RawEngineBatch, RawEvent, RawHeld
 from kvatlas.worker_hooks.vllm_plugin.told_blocks import EngineHash, ToldBlocks
 
@@ -28,7 +28,7 @@ IDLE_SECONDS = 0.05
 IsCached = Callable[[EngineHash, int], bool]
 
 _encode = msgspec.msgpack.Encoder().encode
-_log = logging.getLogger(__name__)
+_log = printable_log(__name__)
 
 
 class EngineReports:
