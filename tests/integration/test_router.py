@@ -357,7 +357,7 @@ class TestProblems:
             return await client.request(method, path, json=ask() if method == "POST" else None)
 
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(fleet.state, "held" if path == "/v1/score" else "instances", broken)
+            patch.setattr(fleet.state, "held" if path == "/v1/score" else "names", broken)
             answer = await send()
         assert (answer.status_code, answer.headers["content-type"]) == (500, PROBLEM)
         assert "unexpected ZeroDivisionError" in caplog.text

@@ -266,7 +266,7 @@ TABLE = [
     Row("F4 F6", repair, ("kv_repairs_total", "kv_digest_match_total")),
     Row("F6", cut_an_inventory, ("kv_repairs_dropped_total",)),
     Row("F6", give_no_inventory, ("kv_forgotten_total",)),
-    Row("F1 F17", die, (worker("kv_worker_trust", 'trust="gone",'),)),
+    Row("F1 F17", die, ('kv_workers{trust="gone"}',)),
     Row("F44", speak_a_newer_version, ('kv_rejected_events_total{kind="version",worker="w1"}',)),
     Row("F39 F40", speak_nonsense, ('kv_rejected_events_total{kind="payload",worker="w1"}',)),
     Row("F80", speak_for_another, ('kv_rejected_events_total{kind="spoofed",worker="w2"}',)),

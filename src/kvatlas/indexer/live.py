@@ -71,6 +71,9 @@ class LiveIndex:
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._state.holders(block_hash)
 
+    def names(self) -> list[InstanceId]:
+        return self._state.names()
+
     def instances(self) -> list[InstanceView]:
         return [self._laid_over(view) for view in self._state.instances()]
 

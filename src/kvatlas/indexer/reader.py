@@ -187,6 +187,10 @@ class IndexReader(Protocol):
         """Return who holds one block, and where. Raises InvalidBlock."""
         ...
 
+    def names(self) -> list[InstanceId]:
+        """Return the names of `instances`, in their order: for who looks at a few at a time."""
+        ...
+
     def instances(self) -> list[InstanceView]:
         """Return every instance, gone ones included, by name."""
         ...

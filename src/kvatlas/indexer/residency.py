@@ -23,6 +23,9 @@ from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStore
 
 NOTHING = TierDigest()
 
+#: to go over an enumeration costs more than what is asked about each
+TIERS = tuple(Tier)
+
 
 class ResidencyTables(Struct):
     """What is kept of a Residency beside the index; see its fields."""
@@ -129,8 +132,10 @@ class Residency:
 
     def digests(self, instance: Instance) -> dict[Tier, TierDigest]:
         """Return the digests of the tiers that hold something."""
-        digests = {tier: self.digest(instance, tier) for tier in Tier}
-        return {tier: digest for tier, digest in digests.items() if digest.count}
+        if (number := instance.number) is None:
+            return {}
+        digest_of = self._index.digest
+        return {tier: found for tier in TIERS if (found := digest_of(number, tier)).count}
 
     def match(self, chain: bytes) -> list[InstanceMatch]:
         """Return the matches of a chain, but for excluded instances."""

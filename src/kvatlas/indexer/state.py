@@ -156,8 +156,11 @@ class IndexState:
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._residency.holders(block_hash)
 
+    def names(self) -> list[InstanceId]:
+        return sorted(self.fleet.instances)
+
     def instances(self) -> list[InstanceView]:
-        return [self._view(self.fleet.instances[name]) for name in sorted(self.fleet.instances)]
+        return [self._view(self.fleet.instances[name]) for name in self.names()]
 
     def instance(self, instance: InstanceId) -> InstanceView | None:
         known = self.fleet.instances.get(instance)

@@ -60,7 +60,8 @@ class RouterApp(FastAPI):
         #: whose figures the metrics show
         self._limits = list[HttpLimits]()
         self.metrics = RouterMetrics()
-        self.metrics.registry.register(StateCollector(service, siblings, conditions))
+        state = StateCollector(service, siblings, conditions, self.metrics.by_worker)
+        self.metrics.registry.register(state)
         router = MeteredRouter(service, self.metrics)
         self._hot = HotRoutes(router, service.settings, self.metrics.answered, decides)
         self.add_route("/openapi.json", self._document, include_in_schema=False)

@@ -1,13 +1,13 @@
 """The control API: what people, load balancers and dashboards ask. All of it only reads."""
 
-from collections.abc import Iterable
 from importlib.resources import files
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.routing import APIRoute
 from msgspec import Struct
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
 from kvatlas import __version__
 from kvatlas.indexer.reader import IndexStats, InstanceView, TreeRun
@@ -21,6 +21,7 @@ from kvatlas.router.answers import (
     encoded,
 )
 from kvatlas.router.bodies import refuse_unknown
+from kvatlas.router.exposition import Exposition, Slices
 from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
@@ -108,6 +109,7 @@ def control_routes(
     conditions: Conditions,
 ) -> APIRouter:
     """Return the routes of the control API; what siblings decided is found through them."""
+    exposition = Exposition(registry)
     routes = APIRouter(default_response_class=Response, dependencies=[Depends(known_query)])
 
     @routes.get("/", summary="Live page", responses={200: {"content": {"text/html": {}}}})
@@ -144,15 +146,26 @@ def control_routes(
 
     @routes.get("/metrics", summary="Prometheus metrics", responses=_text())
     async def metrics() -> Response:
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await exposition.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @routes.get("/v1/workers", summary="All workers", responses=_json_of(WorkersAnswer))
     async def workers() -> Response:
-        broker_ns, found = service.feed.broker_ns(), service.index.instances()
-        naming = Namings(view for view in found if view.trust is not Trust.gone)
-        views = tuple(_worker(service, view, naming, broker_ns) for view in found)
+        # a fleet of thousands takes longer than others should wait, see exposition.py
+        views, naming, pause = list[InstanceView](), Namings(), Slices()
+        broker_ns = service.feed.broker_ns()
+        for name in service.index.names():
+            if (view := service.index.instance(name)) is not None:
+                views.append(view)
+                naming.add(view)
+            await pause.when_due()
+        parts = []
+        for view in views:
+            parts.append(msgspec.json.encode(_worker(service, view, naming, broker_ns)))
+            await pause.when_due()
         age = _age(service)
-        return _json(WorkersAnswer(views, age.stream_sequence, age.index_age_ms, age.connected))
+        around = WorkersAnswer((), age.stream_sequence, age.index_age_ms, age.connected)
+        body = encoded(around).replace(b"[]", b"[" + b",".join(parts) + b"]", 1)
+        return Response(body, media_type="application/json")
 
     @routes.get("/v1/index/stats", summary="Counters of the index", responses=_json_of(StatsAnswer))
     async def stats() -> Response:
@@ -224,18 +237,20 @@ def _age(service: RouterService) -> IndexAge:
 class Namings:
     """How instances name the blocks of each model; equal tokens match only where that is equal.
 
-    O(instances) to make. `unlike` lists at most MAX_UNLIKE of those that differ.
+    Those that are gone name none. `unlike` lists at most MAX_UNLIKE of those that differ.
     """
 
-    def __init__(self, views: Iterable[InstanceView]) -> None:
+    def __init__(self) -> None:
         #: model of the namespaces -> descriptor -> the first instances that name blocks so
         self._by_model: dict[str, dict[NamespaceDescriptor, list[InstanceId]]] = {}
-        for view in views:
-            if view.info is not None:
-                of_model = self._by_model.setdefault(view.info.model, {})
-                instances = of_model.setdefault(view.info.descriptor, [])
-                if len(instances) < MAX_UNLIKE:
-                    instances.append(view.instance)
+
+    def add(self, view: InstanceView) -> None:
+        """Take an instance in. O(1)."""
+        if view.info is not None and view.trust is not Trust.gone:
+            of_model = self._by_model.setdefault(view.info.model, {})
+            instances = of_model.setdefault(view.info.descriptor, [])
+            if len(instances) < MAX_UNLIKE:
+                instances.append(view.instance)
 
     def unlike(self, info: WorkerInfo) -> list[str]:
         """Return instances of the same model that name blocks otherwise, and how."""
@@ -251,7 +266,7 @@ class Namings:
 def _worker(
     service: RouterService, view: InstanceView, naming: Namings, broker_ns: int
 ) -> WorkerAnswer:
-    info, load = view.info, service.load_of(view.instance, view.epoch)
+    info, load = view.info, service.load_shown(view)
     return WorkerAnswer(
         worker=view.instance.worker,
         rank=view.instance.rank,

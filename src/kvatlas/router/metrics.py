@@ -4,17 +4,20 @@ The router itself contains no metric call. Names start with kv_.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvatlas import __version__
+from kvatlas.indexer.reader import InstanceView
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
 from kvatlas.router.condition_metric import condition_gauge
+from kvatlas.router.loads import Load
 from kvatlas.router.requests import Report, ScoreRequest
 from kvatlas.router.service import Outcome, Router, RouterService
 from kvatlas.router.siblings import Siblings
@@ -23,6 +26,8 @@ from kvatlas.schemas.errors import IndexUnavailable, KvatlasError
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.printable import printable
 from kvatlas.schemas.routing import Decision, Plan
+
+T = TypeVar("T")
 
 SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1)
 #: of convergence_ms, as Prometheus names them
@@ -38,6 +43,53 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 def _label(name: str) -> str:
     """Return a name as a label: printable, and two names never alike."""
     return printable(name.replace("\\", r"\\"))
+
+
+#: of a worker that has series
+LIVE_STATES = tuple(state for state in Trust if state is not Trust.gone)
+#: counters that have a worker as their label: name and text
+ROUTED = "kv_routed_requests", "Requests sent to a worker"
+EXPECTED = "kv_expected_reuse_tokens", "Tokens that reported requests were expected to reuse"
+ACTUAL = "kv_actual_reuse_tokens", "Tokens that they did reuse"
+FAILED = "kv_failed_requests", "Requests reported as failed"
+#: workers that are counted apart; the first one counted is forgotten for one more
+MAX_COUNTED_WORKERS = 16_384
+#: workers in one part of a family, see exposition.py
+WORKERS_A_PART = 8
+
+
+class WorkerCounts:
+    """Counters of each worker; a worker's end when it is gone, as its other series do."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], dict[str, float]] = {
+            family: {} for family in (ROUTED, EXPECTED, ACTUAL, FAILED)
+        }
+
+    def add(self, family: tuple[str, str], worker: str, amount: float = 1.0) -> None:
+        """Count for a worker."""
+        counts = self._counts[family]
+        counts[worker] = counts.get(worker, 0.0) + amount
+        if len(counts) > MAX_COUNTED_WORKERS:
+            del counts[next(iter(counts))]
+
+    def families(self, live: Set[str]) -> Iterable[Metric]:
+        """Yield the counters of workers that live, in parts, and forget all others."""
+        for (name, text), counts in self._counts.items():
+            for worker in [each for each in counts if each not in live]:
+                del counts[worker]
+            yield CounterMetricFamily(name, text, labels=["worker"])
+            for part in batched(sorted(counts), WORKERS_A_PART):
+                family = CounterMetricFamily(name, text, labels=["worker"])
+                for worker in part:
+                    family.add_metric([_label(worker)], counts.get(worker, 0.0))
+                yield family
+
+
+def batched(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
+    """Yield the items in order, so many at a time."""
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
 
 
 class RouterMetrics:
@@ -60,9 +112,7 @@ class RouterMetrics:
         self.errors = Counter(
             "kv_request_errors", "Requests refused", ["operation", "error"], registry=registry
         )
-        self.routed = Counter(
-            "kv_routed_requests", "Requests sent to a worker", ["worker"], registry=registry
-        )
+        self.by_worker = WorkerCounts()
         self.prompt_tokens = Counter(
             "kv_prompt_tokens", "Tokens of routed prompts", registry=registry
         )
@@ -74,18 +124,6 @@ class RouterMetrics:
         )
         self.planned_pull_tokens = Counter(
             "kv_planned_pull_tokens", "Tokens planned to be pulled from peers", registry=registry
-        )
-        self.expected_reuse = Counter(
-            "kv_expected_reuse_tokens",
-            "Tokens that reported requests were expected to reuse",
-            ["worker"],
-            registry=registry,
-        )
-        self.actual_reuse = Counter(
-            "kv_actual_reuse_tokens", "Tokens that they did reuse", ["worker"], registry=registry
-        )
-        self.failed = Counter(
-            "kv_failed_requests", "Requests reported as failed", ["worker"], registry=registry
         )
         self.ttft_ratio = Histogram(
             "kv_ttft_actual_over_expected",
@@ -145,7 +183,7 @@ class MeteredRouter:
 
     def _count(self, answer: RouteAnswer) -> None:
         metrics = self._metrics
-        metrics.routed.labels(_label(answer.worker)).inc()
+        metrics.by_worker.add(ROUTED, answer.worker)
         metrics.prompt_tokens.inc(answer.prompt_tokens)
         for tier, tokens in answer.match_tokens_by_tier.items():
             metrics.hit_tokens.labels(tier).inc(tokens)
@@ -155,15 +193,15 @@ class MeteredRouter:
 
     def _compare(self, decision: Decision, report: Report) -> None:
         """Set what was predicted against what came of it."""
-        metrics, worker = self._metrics, _label(decision.chosen.worker)
+        metrics, worker = self._metrics, decision.chosen.worker
         if report.failed:
-            metrics.failed.labels(worker).inc()
+            metrics.by_worker.add(FAILED, worker)
             return
         reused_tokens = _reused_tokens(decision.plan, report)
         if reused_tokens is not None:
             plan = decision.plan
-            metrics.expected_reuse.labels(worker).inc(plan.reuse_blocks * plan.block_tokens)
-            metrics.actual_reuse.labels(worker).inc(reused_tokens)
+            metrics.by_worker.add(EXPECTED, worker, plan.reuse_blocks * plan.block_tokens)
+            metrics.by_worker.add(ACTUAL, worker, reused_tokens)
         if report.ttft_ms is not None and decision.chosen.expected_ttft_ms > 0:
             metrics.ttft_ratio.observe(report.ttft_ms / decision.chosen.expected_ttft_ms)
 
@@ -188,13 +226,20 @@ class StateCollector(Collector):
     """Reads gauges and totals from the router's parts when somebody asks for them."""
 
     def __init__(
-        self, service: RouterService, siblings: Siblings | None, conditions: Conditions
+        self,
+        service: RouterService,
+        siblings: Siblings | None,
+        conditions: Conditions,
+        by_worker: WorkerCounts,
     ) -> None:
-        self._service, self._siblings = service, siblings
+        self._service, self._siblings, self._by_worker = service, siblings, by_worker
         self._conditions = conditions
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the state of this moment."""
+        """Yield the state of this moment, what there is of each worker in parts.
+
+        Others may run between two parts: each of them stands for its own moment.
+        """
         with suppress(IndexUnavailable):  # no index to read yet; the router's own figures go on
             yield from self._index()
         yield from self._workers()
@@ -253,59 +298,47 @@ class StateCollector(Collector):
             ("kv_stream_holes", "Holes in the stream", stats.stream_holes),
         ):
             yield CounterMetricFamily(name, text, value=value)
-        rejected = CounterMetricFamily(
-            "kv_rejected_events", "Events and payloads skipped", labels=["worker", "kind"]
-        )
-        for each in stats.rejected:
-            rejected.add_metric([_label(each.worker), each.kind], each.count)
-        yield rejected
 
     def _workers(self) -> Iterable[Metric]:
-        labels = ["worker", "rank"]
-        trust = GaugeMetricFamily(
-            "kv_worker_trust", "1 at how far it is believed", labels=[*labels, "trust"]
-        )
-        blocks = GaugeMetricFamily(
-            "kv_worker_blocks", "Blocks held, once in each tier that holds them", labels=labels
-        )
-        divergent = GaugeMetricFamily(
-            "kv_worker_divergent_blocks",
-            "Blocks of a tier whose last digest was not the index's, as each side counts them",
-            labels=[*labels, "tier", "side"],
-        )
-        muted = GaugeMetricFamily(
-            "kv_namespaces_muted", "Namespaces of which it holds more than it says", labels=labels
-        )
-        unresponsive = GaugeMetricFamily(
-            "kv_worker_unresponsive",
-            "1 while its engine gives no sign of life, or reports about its requests are overdue",
-            labels=labels,
-        )
-        in_flight = GaugeMetricFamily("kv_worker_in_flight", "Requests routed", labels=labels)
-        queued = GaugeMetricFamily(
-            "kv_worker_queued_seconds", "Predicted prefill queued", labels=labels
-        )
-        work = GaugeMetricFamily("kv_worker_work_seconds", "Decayed work given", labels=labels)
-        speed = GaugeMetricFamily(
-            "kv_worker_prefill_tokens_per_second", "Learnt prefill rate", labels=labels
-        )
-        for view in self._service.index.instances():
-            where = [_label(view.instance.worker), str(view.instance.rank)]
-            for state in Trust:
-                trust.add_metric([*where, state], float(view.trust is state))
-            blocks.add_metric(where, view.num_blocks)
-            muted.add_metric(where, len(view.muted))
-            is_silent = bool(view.stall or self._service.overdue_at(view.instance))
-            unresponsive.add_metric(where, float(is_silent))
-            for tier, counts in view.divergent.items():
-                for side, count in zip(("worker", "index"), counts, strict=True):
-                    divergent.add_metric([*where, tier.name, side], count)
-            if load := self._service.load_of(view.instance, view.epoch):
-                in_flight.add_metric(where, load.in_flight)
-                queued.add_metric(where, load.queued_ms / 1000)
-                work.add_metric(where, load.work_ms / 1000)
-                speed.add_metric(where, 1000 / load.compute_ms_per_token)
-        yield from (trust, blocks, divergent, muted, unresponsive, in_flight, queued, work, speed)
+        """Yield the series of workers; those of one that is gone have ended."""
+        states = dict.fromkeys(Trust, 0)
+        live: set[str] = set()
+        names = self._service.index.names()
+        yield from _WorkerPart().families()  # each is there, also without workers
+        for part in batched(names, WORKERS_A_PART):
+            families = _WorkerPart()
+            for name in part:
+                view = self._service.index.instance(name)
+                if view is None:
+                    continue
+                states[view.trust] += 1
+                if view.trust is not Trust.gone:
+                    live.add(name.worker)
+                    is_silent = bool(view.stall or self._service.overdue_at(name))
+                    families.add(view, self._service.load_shown(view), is_silent)
+            yield from families.families()
+        workers = GaugeMetricFamily("kv_workers", "Ranks believed so far", labels=["trust"])
+        for state, count in states.items():
+            workers.add_metric([state], count)
+        yield workers
+        yield from self._by_worker.families(live)
+        yield from self._rejected({name.worker for name in names} - live)
+
+    def _rejected(self, gone: Set[str]) -> Iterable[Metric]:
+        try:
+            rejected = self._service.index.stats().rejected
+        except IndexUnavailable:
+            return
+        if not self._service.feed.is_ready:
+            return
+        name, text = "kv_rejected_events", "Events and payloads skipped"
+        yield CounterMetricFamily(name, text, labels=["worker", "kind"])
+        for part in batched(rejected, WORKERS_A_PART):
+            family = CounterMetricFamily(name, text, labels=["worker", "kind"])
+            for each in part:
+                if each.worker not in gone:
+                    family.add_metric([_label(each.worker), each.kind], each.count)
+            yield family
 
     def _router(self) -> Iterable[Metric]:
         service = self._service
@@ -352,3 +385,59 @@ class StateCollector(Collector):
             ),
         ):
             yield CounterMetricFamily(name, text, value=value)
+
+
+class _WorkerPart:
+    """The families of workers, with the samples of some of them."""
+
+    def __init__(self) -> None:
+        labels = ["worker", "rank"]
+        self._trust = GaugeMetricFamily(
+            "kv_worker_trust", "1 at how far it is believed", labels=[*labels, "trust"]
+        )
+        self._blocks = GaugeMetricFamily(
+            "kv_worker_blocks", "Blocks held, once in each tier that holds them", labels=labels
+        )
+        self._divergent = GaugeMetricFamily(
+            "kv_worker_divergent_blocks",
+            "Blocks of a tier whose last digest was not the index's, as each side counts them",
+            labels=[*labels, "tier", "side"],
+        )
+        self._muted = GaugeMetricFamily(
+            "kv_namespaces_muted", "Namespaces of which it holds more than it says", labels=labels
+        )
+        self._unresponsive = GaugeMetricFamily(
+            "kv_worker_unresponsive",
+            "1 while its engine gives no sign of life, or reports about its requests are overdue",
+            labels=labels,
+        )
+        self._in_flight = GaugeMetricFamily("kv_worker_in_flight", "Requests routed", labels=labels)
+        self._queued = GaugeMetricFamily(
+            "kv_worker_queued_seconds", "Predicted prefill queued", labels=labels
+        )
+        self._work = GaugeMetricFamily(
+            "kv_worker_work_seconds", "Decayed work given", labels=labels
+        )
+        self._speed = GaugeMetricFamily(
+            "kv_worker_prefill_tokens_per_second", "Learnt prefill rate", labels=labels
+        )
+
+    def add(self, view: InstanceView, load: Load | None, is_silent: bool) -> None:
+        where = [_label(view.instance.worker), str(view.instance.rank)]
+        for state in LIVE_STATES:
+            self._trust.add_metric([*where, state], float(view.trust is state))
+        self._blocks.add_metric(where, view.num_blocks)
+        self._muted.add_metric(where, len(view.muted))
+        self._unresponsive.add_metric(where, float(is_silent))
+        for tier, counts in view.divergent.items():
+            for side, count in zip(("worker", "index"), counts, strict=True):
+                self._divergent.add_metric([*where, tier.name, side], count)
+        if load is not None:
+            self._in_flight.add_metric(where, load.in_flight)
+            self._queued.add_metric(where, load.queued_ms / 1000)
+            self._work.add_metric(where, load.work_ms / 1000)
+            self._speed.add_metric(where, 1000 / load.compute_ms_per_token)
+
+    def families(self) -> Iterable[Metric]:
+        yield from (self._trust, self._blocks, self._divergent, self._muted)
+        yield from (self._unresponsive, self._in_flight, self._queued, self._work, self._speed)

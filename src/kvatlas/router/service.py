@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvatlas.indexer import kernel, prompt_kernel
-from kvatlas.indexer.reader import IndexReader
+from kvatlas.indexer.reader import IndexReader, InstanceView
 from kvatlas.indexer.service import Lag
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
 from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
@@ -272,6 +272,10 @@ class RouterService:
     def overdue_at(self, instance: InstanceId) -> str:
         """Say why an instance is suspected to answer no more; empty where it is not."""
         return self.overdue.reason(instance, self._clock())
+
+    def load_shown(self, view: InstanceView) -> Load | None:
+        """Return the load of an instance for those who look: it ends when the instance is gone."""
+        return None if view.trust is Trust.gone else self.load_of(view.instance, view.epoch)
 
     def _counted(self, decision_id: str, report: Report) -> Report:
         """Return the report with what an engine's count of cached tokens says, in our own fields.

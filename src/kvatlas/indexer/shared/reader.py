@@ -145,6 +145,9 @@ class AttachedState:
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._consistently(lambda: self._named.holders(block_hash), [])
 
+    def names(self) -> list[InstanceId]:
+        return self._consistently(lambda: list(self._views), list(self._views))
+
     def instances(self) -> list[InstanceView]:
         return self._consistently(lambda: list(self._views.values()), list(self._views.values()))
 
@@ -377,6 +380,9 @@ class SharedIndexReader:
 
     def holders(self, block_hash: bytes) -> list[tuple[InstanceId, Tier]]:
         return self._now().holders(block_hash)
+
+    def names(self) -> list[InstanceId]:
+        return self._now().names()
 
     def instances(self) -> list[InstanceView]:
         return self._now().instances()
