@@ -16,7 +16,7 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import stimulus_of
 from kvatlas.replay import replay
 from kvatlas.schemas.kv_events import BlockRemoved, BlockStored
-from testkit.builders import ROOT, a_batch, arrived, subject_of
+from testkit.builders import ROOT, a_batch, arrived, subject_of, up
 
 NUM_WORKERS = 64
 
@@ -30,7 +30,9 @@ def a_log(num_blocks: int) -> Iterator[Message]:
     random = Random(num_blocks)
     for at in count(1):
         event = BlockStored(ROOT, random_chain(random, num_blocks))
-        batch = a_batch(event, worker=f"w{at % NUM_WORKERS}", seq=1 + at // NUM_WORKERS)
+        seq = 1 + at // NUM_WORKERS
+        events = (event,) if at > NUM_WORKERS else (up(), event)
+        batch = a_batch(*events, worker=f"w{at % NUM_WORKERS}", seq=seq)
         yield Message(at, subject_of(batch), encode(batch), at)
 
 
@@ -53,7 +55,7 @@ def test_fold_a_removed_batch(benchmark: BenchmarkFixture) -> None:
         chain = random_chain(random, 64)
         for event in (BlockStored(ROOT, chain), BlockRemoved(ROOT, chain)):
             sequence = next(at)
-            batch = a_batch(event, seq=sequence)
+            batch = a_batch(*([up()] if sequence == 1 else []), event, seq=sequence)
             message = Message(sequence, subject_of(batch), encode(batch), sequence)
             if isinstance(event, BlockStored):
                 state.handle(stimulus_of(message))
@@ -68,7 +70,7 @@ def test_fold_a_removed_batch(benchmark: BenchmarkFixture) -> None:
 def test_match_by_name(benchmark: BenchmarkFixture, num_holders: int) -> None:
     state, chain = IndexState(FlatRadixIndex()), random_chain(Random(1), 512)
     for at in range(1, num_holders + 1):
-        state.handle(arrived(a_batch(BlockStored(ROOT, chain), worker=f"w{at}"), at))
+        state.handle(arrived(a_batch(up(), BlockStored(ROOT, chain), worker=f"w{at}"), at))
     assert len(benchmark(state.match, chain)) == num_holders
 
 

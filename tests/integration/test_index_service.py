@@ -68,7 +68,7 @@ async def test_late_and_early_readers_archive_and_stream_agree(
             await publish(
                 bus,
                 a_batch(up(), stored(seq, seq + 1), seq=seq),
-                a_batch(stored(seq), worker="w2", seq=seq),
+                a_batch(up(), stored(seq), worker="w2", seq=seq),
             )
         other_bus = await stack.enter_async_context(NatsBus(url))
         late = await stack.enter_async_context(

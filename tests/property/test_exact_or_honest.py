@@ -149,7 +149,9 @@ class Worker:
             for part, at in enumerate(cuts, 1):
                 some = numbers[at : at + part_blocks]
                 told.append(inventory(*some, as_of=as_of, tier=tier, part=part, parts=len(cuts)))
-        self.say_in_parts(told, at_once)
+        first, rest = told[:at_once], told[at_once:]
+        self.say(up(), *first)
+        self.say_in_parts(rest, at_once)
         self.tell_digests(at_once)
 
     def say_in_parts(self, events: Sequence[KvEvent], at_once: int) -> None:
@@ -395,8 +397,9 @@ class Fleet(RuleBasedStateMachine):
 
     def in_doubt(self) -> Iterator[int]:
         for who, name in enumerate(NAMES):
-            wanted = [r.state.fleet.wants_inventory(name) for r in (self.one, self.two)]
-            if any(wanted):
+            states = self.one.state, self.two.state
+            # who is not known is asked as well, as long as it has a lease
+            if any(s.fleet.wants_inventory(name) or s.instance(name) is None for s in states):
                 yield who
 
 

@@ -24,6 +24,7 @@ from kvatlas.schemas.kv_events import (
     BlockStored,
     Inventory,
     WorkerDown,
+    WorkerUp,
 )
 from testkit.builders import hashes
 from testkit.histories import FLEET, Step, histories, publish, validate
@@ -175,6 +176,8 @@ def test_what_is_held_is_what_a_plain_reading_of_the_log_says(history: list[Step
             if any(isinstance(event, Inventory) for event in batch.events):
                 continue
             state.handle(stimulus)
+            if batch.instance not in at and not any(isinstance(e, WorkerUp) for e in batch.events):
+                continue  # of a name that has not said what it is
             epoch, seq = at.get(batch.instance, (0, 0))
             if (batch.epoch, batch.seq) <= (epoch, seq):
                 continue

@@ -13,7 +13,7 @@ import pytest
 
 from kvatlas.events.bus import Publisher
 from kvatlas.events.codec import decode_control, encode
-from kvatlas.events.leases import LeaseKeeper
+from kvatlas.events.leases import LeaseKeeper, LeaseValue
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import inventory_subject
@@ -29,7 +29,17 @@ from kvatlas.schemas.errors import IndexUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch, WorkerDown
-from testkit.builders import MODEL, a_batch, digests, hashes, inventory, stored, subject_of, up
+from testkit.builders import (
+    MODEL,
+    a_batch,
+    a_control,
+    digests,
+    hashes,
+    inventory,
+    stored,
+    subject_of,
+    up,
+)
 from testkit.bus import Collected
 from testkit.waiting import WAIT_SECONDS, until
 
@@ -94,17 +104,104 @@ async def test_an_empty_log_is_ready_at_once(bus: MemoryBus) -> None:
         assert service.convergence_ms() == {}
 
 
-async def test_a_log_whose_messages_are_all_gone_is_ready_and_unknown(
+async def says_what_it_is(bus: MemoryBus, seq: int) -> None:
+    """Serve W1's inventory as a sidecar does: WorkerUp first, behind what was said before."""
+
+    async def give_inventory(_: bytes) -> bytes:
+        told = inventory(1, 2, as_of=seq - 1)
+        await publish(bus, a_batch(up(), told, *digests(1, 2), seq=seq))
+        return b""
+
+    await bus.serve(inventory_subject(W1), give_inventory)
+
+
+async def test_a_worker_whose_beginning_left_the_log_is_asked_when_it_speaks(
     bus: MemoryBus, broker: MemoryBroker
 ) -> None:
     await publish(bus, a_batch(up(), stored(1)))
     broker.purge(KV_EVENTS, 2)
     async with a_service(bus) as service:
+        await says_what_it_is(bus, seq=3)
         await publish(bus, a_batch(stored(2), seq=2))
         await service.wait_ready()
-        view = service.index.instance(W1)
-        assert view is not None
-        assert view.trust is Trust.degraded
+        await until(is_exact(service))
+        assert service.state.stats().unknown_batches == 1
+        assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [2]
+
+
+async def test_a_worker_that_is_only_known_by_its_lease_is_asked(
+    bus: MemoryBus, broker: MemoryBroker
+) -> None:
+    """It holds nothing new and says nothing, and what it said has left the log."""
+    await publish(bus, a_batch(up(), stored(1)), a_batch(stored(2), seq=2))
+    broker.purge(KV_EVENTS, 3)
+    keys = bus.keys(LEASES_BUCKET)
+    async with a_service(bus) as service, LeaseKeeper(keys, W1, 1, print):
+        await says_what_it_is(bus, seq=3)
+        await until(is_exact(service))
+
+
+async def test_invented_names_cost_a_few_requests_and_no_instance(bus: MemoryBus) -> None:
+    async with a_service(bus) as service:
+        await service.wait_ready()
+        for number in range(2_000):
+            name = f"invented-{number}"
+            await publish(
+                bus,
+                a_batch(stored(1), worker=name),
+                a_control(worker=name),
+                a_control(worker=name, kind="forgotten", reason="1"),
+            )
+        await until(lambda: service.state.stream_sequence == 6_000)
+        stats = service.state.stats()
+        assert (stats.unknown_batches, stats.unknown_controls) == (2_000, 4_000)
+        assert service.index.instances() == []
+        assert service.inventories.num_requests <= 2_000 / 5
+        assert service.num_control_records == 0
+
+
+# --- epochs that are nobody's -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_an_epoch_above_a_living_one_ends_so_that_the_living_one_hears_of_it(
+    bus: MemoryBus, has_ended: bool
+) -> None:
+    records = Collected[ControlRecord]()
+    await bus.follow(
+        KV_EVENTS, 1, lambda m: records(decode_control(m.payload)), subjects="kv.control.>"
+    )
+    async with a_service(bus) as service:
+        await service.wait_ready()
+        await publish(bus, a_batch(up(), stored(1), epoch=5))
+        forged = a_batch(up(), *[WorkerDown("end")] * has_ended, epoch=9)
+        await publish(bus, forged, a_batch(stored(2), epoch=5, seq=2))
+        await until(lambda: service.state.stats().old_epochs == 1)
+        # each renewal is reported by itself
+        for count in range(2):
+            await bus.keys(LEASES_BUCKET).put(
+                "lease.w1.0", msgspec.msgpack.encode(LeaseValue(5, b"%d" % count)), 60.0
+            )
+            await asyncio.sleep(0.02)
+        await records.count(1)
+        assert [(r.instance, r.epoch, r.kind) for r in records.items] == [(W1, 9, "expired")]
+        await until(lambda: trust_of(service) is Trust.gone)
+
+
+async def test_a_straggler_of_a_dead_process_ends_no_epoch(bus: MemoryBus) -> None:
+    keys = bus.keys(LEASES_BUCKET)
+    async with a_service(bus) as service, LeaseKeeper(keys, W1, 9, print):
+        await service.wait_ready()
+        await publish(bus, a_batch(up(), stored(1), epoch=5), a_batch(up(), stored(1), epoch=9))
+        await publish(bus, a_batch(stored(2), epoch=5, seq=2))
+        await until(lambda: service.state.stats().old_epochs == 1)
+        assert service.num_control_records == 0
+        assert trust_of(service) is Trust.exact
+
+
+def trust_of(service: IndexService) -> Trust | None:
+    view = service.index.instance(W1)
+    return None if view is None else view.trust
 
 
 async def test_a_log_that_ages_away_while_it_is_read_does_not_keep_it_from_being_ready(

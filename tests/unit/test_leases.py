@@ -39,7 +39,18 @@ def test_any_worker_name_has_a_key(worker: str) -> None:
     assert parse_lease_key(lease_key(instance)) == instance
 
 
-@pytest.mark.parametrize("key", ["lease.w1", "lease.w1.x", "lease.w1.0.0", "other.w1.0"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "lease.w1",
+        "lease.w1.x",
+        "lease.w1.0.0",
+        "other.w1.0",
+        "lease.w1.00",
+        "lease.w1." + "9" * 5_000,
+        f"lease.w1.{2**32}",
+    ],
+)
 def test_another_key_is_no_lease(key: str) -> None:
     with pytest.raises(InvalidSubject):
         parse_lease_key(key)

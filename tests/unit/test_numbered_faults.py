@@ -206,7 +206,7 @@ async def test_f10_a_log_that_nobody_reads_stays_within_its_limits() -> None:
             if seq == 1:
                 batch = a_batch(up(), stored(*range(30)))
             elif seq == 200:
-                batch = a_batch(inventory(7, as_of=199), *digests(7), seq=200)
+                batch = a_batch(up(), inventory(7, as_of=199), *digests(7), seq=200)
             await publisher.publish(subject_of(batch), encode(batch))
         assert await bus.first_sequence(KV_EVENTS) > 1
         async with IndexService(bus, IndexState(ReferenceIndex())) as late:

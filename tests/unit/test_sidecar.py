@@ -1,6 +1,7 @@
 """The sidecar in one process with its engine's ends, over the memory bus."""
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,10 +14,21 @@ import pytest
 from kvatlas.events.codec import decode, encode
 from kvatlas.events.leases import LeaseValue
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus, MemoryPublisher
-from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
-from kvatlas.events.subjects import control_subject, inventory_subject, lease_subject
+from kvatlas.events.streams import EPOCHS_BUCKET, KV_EVENTS, LEASES_BUCKET, events_stream
+from kvatlas.events.subjects import (
+    control_subject,
+    events_subject,
+    inventory_subject,
+    lease_subject,
+)
+from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.reader import InstanceView
+from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service_settings import ServiceSettings
+from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.errors import SidecarUnavailable, StreamRefused
+from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
@@ -237,10 +249,116 @@ async def test_a_newer_incarnation_stops_the_older(tmp_path: Path) -> None:
 
 async def test_an_instance_that_meets_a_newer_lease_stops_at_once(tmp_path: Path) -> None:
     async with a_broker() as (broker, bus):
-        newer = msgspec.msgpack.encode(LeaseValue(2**60))
+        newer = msgspec.msgpack.encode(LeaseValue(time.time_ns() // 1_000_000 + 60_000))
         await bus.keys(LEASES_BUCKET).put("lease.w.0", newer)
         async with beside(sidecar_options(tmp_path), broker.connect()) as one:
             assert await one.running == "fenced"
+
+
+@pytest.mark.parametrize("garbage", [msgspec.msgpack.encode([2**60]), b"\xc1", bytes(5_000)])
+async def test_a_lease_that_is_none_stops_nobody(tmp_path: Path, garbage: bytes) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        await bus.keys(LEASES_BUCKET).put("lease.w.0", garbage)
+        async with beside(sidecar_options(tmp_path), broker.connect()) as one:
+            flushed = await one.channel.flush()
+            await until(lambda: fold.seq >= flushed.seq)
+            entry = await bus.keys(LEASES_BUCKET).get("lease.w.0")
+            assert entry is not None
+            assert msgspec.msgpack.decode(entry.value, type=LeaseValue).epoch == flushed.epoch
+
+
+@pytest.mark.parametrize("value", [b"9" * 5_000, b"%d" % 10**30, b"%d" % 2**44, b"-1", b"", b"x"])
+async def test_an_epoch_that_is_none_keeps_no_worker_from_starting(
+    tmp_path: Path, value: bytes
+) -> None:
+    async with a_broker() as (broker, bus):
+        await bus.keys(EPOCHS_BUCKET).put("w.0", value)
+        async with beside(sidecar_options(tmp_path), broker.connect()) as one:
+            flushed = await one.channel.flush()
+            assert abs(flushed.epoch - time.time_ns() // 1_000_000) < 3_600_000
+
+
+async def test_an_epoch_that_was_seen_above_and_is_over_makes_a_new_one_begin(
+    tmp_path: Path,
+) -> None:
+    """What it says has no effect: a forged epoch, or one of a bucket that was lost."""
+    async with (
+        a_broker() as (broker, bus),
+        a_fold(bus) as fold,
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        one.hook.stored([1], None, tokens_of(1))
+        first = await one.channel.flush()
+        higher = first.epoch + 40_000
+        await publish_record(bus, higher)
+        await until(lambda: fold.epoch == higher + 1)
+        await until(lambda: fold.held[Tier.hbm] == set(chain_of(1)))
+        assert (await one.channel.status()).counters["superseded"] == 1
+
+
+async def test_an_epoch_far_ahead_makes_none_begin(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        first = await one.channel.flush()
+        await publish_record(bus, 2**44)
+        await publish_record(bus, first.epoch + 5_000)
+
+        async def is_above() -> bool:
+            return (await one.channel.status()).epoch > first.epoch
+
+        await until_told(is_above)
+        assert (await one.channel.status()).epoch < first.epoch + 3_600_000
+
+
+async def test_one_whose_name_another_has_now_does_not_take_it_back(tmp_path: Path) -> None:
+    async with (
+        a_broker() as (broker, bus),
+        beside(sidecar_options(tmp_path), broker.connect()) as one,
+    ):
+        first = await one.channel.flush()
+        newer = msgspec.msgpack.encode(LeaseValue(first.epoch + 7_000))
+        await bus.keys(LEASES_BUCKET).put("lease.w.0", newer)
+        await publish_record(bus, first.epoch + 5_000)
+        assert await asyncio.wait_for(one.running, WAIT_SECONDS) == "fenced"
+
+
+async def publish_record(bus: MemoryBus, epoch: int) -> None:
+    record = ControlRecord(WIRE_VERSION, "w", 0, epoch, "expired", "lease", "me", 0)
+    publisher = bus.publisher(KV_EVENTS)
+    await publisher.publish(control_subject(W), encode(record))
+    await publisher.flush()
+
+
+async def test_a_forged_epoch_hides_a_living_worker_for_a_few_renewals_only(
+    tmp_path: Path,
+) -> None:
+    settings = ServiceSettings(poll_seconds=0.02, lease_missing_seconds=600.0)
+    async with a_broker() as (broker, bus):
+        options = sidecar_options(tmp_path, lease_ttl_seconds=2.0, digest_seconds=0.05)
+        async with (
+            IndexService(bus, IndexState(ReferenceIndex()), settings=settings) as service,
+            beside(options, broker.connect()) as one,
+        ):
+            one.hook.stored([1], None, tokens_of(1))
+            first = await one.channel.flush()
+            forged = EventBatch(
+                WIRE_VERSION, "w", 0, first.epoch + 50_000, 1, 0, (WorkerUp(options.worker_info()),)
+            )
+            publisher = bus.publisher(KV_EVENTS)
+            await publisher.publish(events_subject("m", W), encode(forged))
+            await publisher.flush()
+            await until(lambda: view_of(service).epoch == forged.epoch)
+            await until(lambda: view_of(service).epoch > forged.epoch)
+            await until(lambda: view_of(service).trust is Trust.exact)
+            await until(lambda: view_of(service).num_blocks == 1)
+
+
+def view_of(service: IndexService) -> InstanceView:
+    view = service.index.instance(W)
+    assert view is not None
+    return view
 
 
 async def test_a_batch_that_the_broker_refuses_is_a_gap_that_heals(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from kvatlas.indexer.stimuli import (
     PayloadRejected,
     Proposed,
     PublishControl,
+    ReportRefused,
     ReportRejected,
     ReportTakeover,
+    RequestIntroduction,
     RequestInventory,
     stimulus_of,
 )
@@ -120,11 +122,11 @@ def test_an_engine_that_begins_anew_where_it_was_takes_nobodys_name() -> None:
 
 def test_who_missed_a_release_releases_for_itself() -> None:
     """The log has lost the release, and all that whoever published it knows of is over."""
-    state = a_state(a_control(kind="throttled", reason="1"))
+    state = a_state(a_batch(up()), a_control(kind="throttled", reason="1"))
     assert [name for name, *_ in state.fleet.throttled()] == [W1]
     proposed = state.handle(Proposed(W1, 1, "released", now_ns=5, seen_by="two"))
     (record,) = [effect.record for effect in proposed if isinstance(effect, PublishControl)]
-    assert RequestInventory(W1, 1) in state.handle(arrived(record, 2))
+    assert RequestInventory(W1, 1) in state.handle(arrived(record, 3))
     assert state.fleet.throttled() == []
 
 
@@ -194,7 +196,7 @@ def test_the_quarantine_of_a_doubtful_instance_changes_the_fleet() -> None:
 
 
 def test_the_tree_names_instances() -> None:
-    state = a_state(a_batch(stored(1, 2)), a_batch(stored(1), worker="w2"))
+    state = a_state(a_batch(up(), stored(1, 2)), a_batch(up(), stored(1), worker="w2"))
     (top,) = state.tree(depth=2, width=4)
     assert (top.num_blocks, top.holders) == (1, (W1, InstanceId("w2", 0)))
     assert [child.holders for child in top.children] == [(W1,)]
@@ -210,7 +212,7 @@ def test_counters_can_be_encoded_and_add_up() -> None:
         a_batch(up(), stored(1, 2)),
         a_batch(up()),
         a_batch(digest(1, 2), digest(9), seq=4),
-        a_batch(seq=1, epoch=9),
+        a_batch(stored(1, 2), seq=1, epoch=9),
         a_control(epoch=3),
         a_control(epoch=9),
     )
@@ -227,14 +229,14 @@ def test_counters_can_be_encoded_and_add_up() -> None:
 
 
 def test_what_is_not_newer_in_the_stream_is_ignored() -> None:
-    state = a_state(a_batch(stored(1)), a_batch(stored(2), seq=2))
+    state = a_state(a_batch(up(), stored(1)), a_batch(stored(2), seq=2))
     assert state.handle(arrived(a_batch(stored(3), seq=3), 2)) == []
     assert state.match(hashes(3)) == []
     assert state.stream_sequence == 2
 
 
 def test_after_a_hole_the_stream_goes_on_behind_it() -> None:
-    state = a_state(a_batch(stored(1)))
+    state = a_state(a_batch(up(), stored(1)))
     state.handle(HoleSeen(2, 10))
     assert state.stream_sequence == 9
     state.handle(arrived(a_batch(stored(2), seq=2), 10))
@@ -242,7 +244,7 @@ def test_after_a_hole_the_stream_goes_on_behind_it() -> None:
 
 
 def test_a_log_that_was_lost_and_begun_anew_is_followed() -> None:
-    state = a_state(a_batch(stored(1)), a_batch(stored(2), seq=2))
+    state = a_state(a_batch(up(), stored(1)), a_batch(stored(2), seq=2))
     state.handle(HoleSeen(3, 1))
     state.handle(arrived(a_batch(stored(3), seq=3), 1))
     assert [match.trust for match in state.match(hashes(3))] == [Trust.exact]
@@ -263,12 +265,14 @@ def test_rejected_kinds_are_counted_apart_up_to_a_bound() -> None:
 def test_gone_instances_are_remembered_up_to_a_bound() -> None:
     state = IndexState(ReferenceIndex(), max_gone=2)
     for at in range(1, 6):
-        state.handle(arrived(a_control(worker=f"w{at}", epoch=5), at))
+        state.handle(arrived(a_batch(up(), WorkerDown("end"), worker=f"w{at}", epoch=5), at))
         validate(state)
     assert [view.instance.worker for view in state.instances()] == ["w4", "w5"]
     state.handle(arrived(a_batch(worker="w4", epoch=5, seq=3), 6))
     assert [view.trust for view in state.instances()] == [Trust.gone, Trust.gone]
-    state.handle(arrived(a_batch(worker="w1", epoch=5, seq=3), 7))
+    state.handle(arrived(a_batch(stored(1), worker="w1", epoch=5, seq=3), 7))
+    assert len(state.instances()) == 2
+    state.handle(arrived(a_batch(up(), worker="w1", epoch=5, seq=4), 8))
     assert next(view.trust for view in state.instances()) is Trust.degraded
 
 
@@ -282,18 +286,76 @@ def test_records_about_an_epoch_are_told_apart_up_to_a_bound_but_an_end_always_c
 
 
 def test_a_record_about_no_epoch_is_ignored() -> None:
-    state = a_state(a_control(epoch=0), a_control(epoch=-4))
-    assert state.instances() == []
+    state = a_state(a_batch(up()), a_control(epoch=0), a_control(epoch=-4))
+    assert [view.trust for view in state.instances()] == [Trust.exact]
     assert state.stats().ignored_controls == 2
 
 
 def test_an_inventory_over_the_limit_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.indexer.instances.MAX_OPEN_INVENTORY_BYTES", 40)
-    state = a_state(a_batch(stored(1)))
+    state = a_state(a_batch(up(), stored(1)))
     state.handle(arrived(a_batch(inventory(1, 2, as_of=1, part=1, parts=3), seq=2), 2))
     state.handle(arrived(a_batch(inventory(3, as_of=1, part=2, parts=3), seq=3), 3))
     assert state.stats().dropped_inventories == 1
     validate(state)
+
+
+def test_one_instance_too_many_takes_the_place_of_the_longest_gone_or_is_refused() -> None:
+    state = IndexState(ReferenceIndex(), max_instances=2)
+    log = [
+        a_batch(up(), WorkerDown("end"), worker="w1"),
+        a_batch(up(), worker="w2"),
+        a_batch(up(), worker="w3"),
+        a_batch(up(), worker="w4"),
+        a_batch(stored(1), worker="w4", seq=2),
+    ]
+    effects = [state.handle(arrived(batch, at)) for at, batch in enumerate(log, 1)]
+    validate(state)
+    assert [view.instance.worker for view in state.instances()] == ["w2", "w3"]
+    (refused,) = effects[3]
+    assert isinstance(refused, ReportRefused)
+    assert (refused.instance.worker, refused.kind) == ("w4", "instances")
+    assert effects[4] == [RequestIntroduction(InstanceId("w4", 0))]
+    stats = state.stats()
+    assert (stats.refused_instances, stats.unknown_batches) == (1, 1)
+    state.handle(arrived(a_batch(WorkerDown("end"), worker="w3", seq=2), 6))
+    state.handle(arrived(a_batch(up(), worker="w4", seq=3), 7))
+    assert [view.instance.worker for view in state.instances()] == ["w2", "w4"]
+    later = IndexState(ReferenceIndex(), max_instances=2)
+    later.restore(state.export()())
+    assert later.stats() == state.stats()
+    assert later.handle(arrived(a_batch(up(), worker="w5"), 8)) == state.handle(
+        arrived(a_batch(up(), worker="w5"), 8)
+    )
+    assert later.state_digest() == state.state_digest()
+
+
+def test_invented_names_leave_nothing_behind() -> None:
+    """Snapshots and digests are those of a fold that never met them."""
+    state, plain = a_state(a_batch(up(), stored(1))), a_state(a_batch(up(), stored(1)))
+    for at in range(2, 3_002):
+        name = f"invented-{at}"
+        batch = a_batch(stored(at), digest(at), worker=name) if at % 2 else a_control(worker=name)
+        state.handle(arrived(batch, at))
+    validate(state)
+    assert state.state_digest() == plain.state_digest()
+    grown = len(state.export()()["tables"]) - len(plain.export()()["tables"])
+    assert grown < 100
+    assert state.fleet.order.position(InstanceId("invented-3", 0)) == (0, 0)
+    assert (state.stats().unknown_batches, state.stats().unknown_controls) == (1_500, 1_500)
+
+
+def test_an_epoch_far_ahead_changes_nothing_and_is_told() -> None:
+    now_ms = 1_800_000_000_000
+    state, at = a_state(), 1
+    for epoch, is_taken in [(now_ms, True), (2**44, False), (now_ms + 1, True)]:
+        batch = DecodedBatch(a_batch(up(), stored(1), epoch=epoch))
+        effects = state.handle(BatchArrived(at, now_ms * 1_000_000, batch))
+        assert any(isinstance(effect, ReportRefused) for effect in effects) is not is_taken
+        at += 1
+    view = state.instance(W1)
+    assert view is not None
+    assert (view.epoch, view.trust, state.stats().refused_epochs) == (now_ms + 1, Trust.exact, 1)
 
 
 # --- no room ------------------------------------------------------------------------------------

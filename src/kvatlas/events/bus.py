@@ -79,6 +79,8 @@ class Entry(Struct, frozen=True, gc=False):
     key: str
     value: bytes
     revision: int
+    #: when it was written, by the broker's clock, ms since 1970; 0 where that is not known
+    written_ms: int = 0
 
 
 class KeyChange(Struct, frozen=True, gc=False):

@@ -8,6 +8,7 @@ incarnation that wakes up meets the newer epoch and learns that it is fenced.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Self
@@ -16,7 +17,8 @@ import msgspec
 from msgspec import Struct
 
 from kvatlas.events.bus import Entry, KeyChange, KeyValue, Subscription
-from kvatlas.events.subjects import escape_token, unescape_token
+from kvatlas.events.epochs import is_plausible
+from kvatlas.events.subjects import escape_token, rank_of, unescape_token
 from kvatlas.schemas.errors import (
     BusUnavailable,
     Fenced,
@@ -26,6 +28,7 @@ from kvatlas.schemas.errors import (
     StreamRefused,
 )
 from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.kv_events import Epoch
 
 #: shorter notices a death sooner and forgives shorter pauses of the instance and the broker;
 #: a cluster that loses its leader answers nobody for about 6 s
@@ -41,7 +44,7 @@ _logger = logging.getLogger(__name__)
 class LeaseValue(Struct, frozen=True, array_like=True):
     """What stands at a lease's key; later fields may be added at the end."""
 
-    epoch: int
+    epoch: Epoch
     #: what the holder wants watchers to know, uninterpreted
     details: bytes = b""
 
@@ -66,8 +69,8 @@ def lease_key(instance: InstanceId) -> str:
 def parse_lease_key(key: str) -> InstanceId:
     """Return whose lease a key is; raises InvalidSubject."""
     match key.split("."):
-        case ["lease", worker, rank] if rank.isascii() and rank.isdigit():
-            return InstanceId(unescape_token(worker), int(rank))
+        case ["lease", worker, token] if (rank := rank_of(token)) is not None:
+            return InstanceId(unescape_token(worker), rank)
         case _:
             raise InvalidSubject(key)
 
@@ -159,9 +162,9 @@ class LeaseKeeper:
         entry = await self._keys.get(self._key)
         if entry is None:
             return await self._keys.create(self._key, self._value, self._ttl_seconds)
-        found = decode_lease(entry)
-        if found is not None and found.epoch > self._epoch:
-            raise Fenced(str(self._instance), self._epoch, found.epoch)
+        holder = _holder(entry, self._epoch)
+        if holder is not None and holder > self._epoch:
+            raise Fenced(str(self._instance), self._epoch, holder)
         return await self._keys.update(self._key, self._value, entry.revision, self._ttl_seconds)
 
 
@@ -194,10 +197,31 @@ async def watch_leases(keys: KeyValue, on_lease: Callable[[LeaseChange], None]) 
     return await keys.watch(on_change)
 
 
+async def lease_holder(keys: KeyValue, instance: InstanceId, epoch: int) -> int | None:
+    """Return the epoch that has an instance's lease, None for none; `epoch` is one that had it.
+
+    Raises BusUnavailable.
+    """
+    entry = await keys.get(lease_key(instance))
+    return None if entry is None else _holder(entry, epoch)
+
+
+def _holder(entry: Entry, previous: int) -> int | None:
+    """Return the epoch in a lease, or None (and log) where it is none that can be followed."""
+    found = decode_lease(entry)
+    if found is None:
+        return None
+    clock_ms = max(time.time_ns() // 1_000_000, entry.written_ms)
+    if not is_plausible(found.epoch, previous, clock_ms):
+        _logger.warning("no lease at %s: epoch %d is far ahead", entry.key, found.epoch)
+        return None
+    return found.epoch
+
+
 def decode_lease(entry: Entry) -> LeaseValue | None:
     """Return the value at a lease's key, or None (and log) when it is none of ours."""
     try:
         return msgspec.msgpack.decode(entry.value, type=LeaseValue)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         _logger.warning("no lease at %s: %s", entry.key, error)
         return None

@@ -1,6 +1,7 @@
 """Buckets of keys within one process; the twin of `nats_keys`."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -30,13 +31,20 @@ class _Cell(Struct):
     value: bytes | None
     reason: Literal["put", "deleted", "expired"]
     expires_at: float | None = None
+    written_ms: int = 0
 
 
 class MemoryBucket:
     """What all connections see of one bucket."""
 
-    def __init__(self, clock: Callable[[], float], has_timers: bool) -> None:
-        self._clock, self._has_timers = clock, has_timers
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        has_timers: bool,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`clock` is that of times to live, `now_ns` the broker's own."""
+        self._clock, self._has_timers, self._now_ns = clock, has_timers, now_ns
         self._revision = 0
         #: key -> its newest change, an end included; in the order of revisions
         self.cells: dict[str, _Cell] = {}
@@ -68,7 +76,8 @@ class MemoryBucket:
     ) -> None:
         self._revision += 1
         self.cells.pop(key, None)
-        self.cells[key] = _Cell(self._revision, value, reason, expires_at)
+        written_ms = self._now_ns() // 1_000_000
+        self.cells[key] = _Cell(self._revision, value, reason, expires_at, written_ms)
         for watch in self.watches:
             watch.wake()
 
@@ -92,7 +101,7 @@ class MemoryKeyValue:
         cell = self._cell(key)
         if cell is None or cell.value is None:
             return None
-        return Entry(key, cell.value, cell.revision)
+        return Entry(key, cell.value, cell.revision, cell.written_ms)
 
     async def put(self, key: str, value: bytes, ttl_seconds: float | None = None) -> int:
         self._cell(key)

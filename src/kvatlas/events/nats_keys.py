@@ -77,7 +77,8 @@ class NatsKeyValue:
         found = await self._newest(key)
         if found is None or _reason(found.headers) != "put":
             return None
-        return Entry(key, found.data or b"", found.seq or 0)
+        written_ms = int(found.time.timestamp() * 1e3) if found.time else 0
+        return Entry(key, found.data or b"", found.seq or 0, written_ms)
 
     async def put(self, key: str, value: bytes, ttl_seconds: float | None = None) -> int:
         return await self._write(key, value, _ttl(ttl_seconds))

@@ -17,13 +17,14 @@ import re
 from functools import lru_cache
 
 from kvatlas.schemas.errors import InvalidSubject
-from kvatlas.schemas.ids import InstanceId
+from kvatlas.schemas.ids import MAX_RANK, InstanceId
 
 #: where routers tell one another what they gave to whom
 ROUTERS = "kv.routers"
 
 #: characters of a worker's name in the subject of letters
 MAX_LETTERS_TOKEN = 512
+_RANK = re.compile(r"0|[1-9][0-9]{0,9}")
 _PLAIN = re.compile(rb"[A-Za-z0-9_-]")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 
@@ -104,8 +105,8 @@ def router_subject(router_id: str) -> str:
 def parse_events_subject(subject: str) -> tuple[str, InstanceId]:
     """Return (model, instance) of a subject made by `events_subject`; raises InvalidSubject."""
     match subject.split("."):
-        case ["kv", "events", model, worker, rank] if rank.isascii() and rank.isdigit():
-            return unescape_token(model), InstanceId(unescape_token(worker), int(rank))
+        case ["kv", "events", model, worker, token] if (rank := rank_of(token)) is not None:
+            return unescape_token(model), InstanceId(unescape_token(worker), rank)
         case _:
             raise InvalidSubject(subject)
 
@@ -113,12 +114,18 @@ def parse_events_subject(subject: str) -> tuple[str, InstanceId]:
 def parse_instance_subject(subject: str) -> InstanceId:
     """Return the instance of a control, lease or inventory subject; raises InvalidSubject."""
     match subject.split("."):
-        case ["kv", "control" | "lease" | "inventory", worker, rank] if (
-            rank.isascii() and rank.isdigit()
-        ):
-            return InstanceId(unescape_token(worker), int(rank))
+        case ["kv", "control" | "lease" | "inventory", worker, token] if (
+            rank := rank_of(token)
+        ) is not None:
+            return InstanceId(unescape_token(worker), rank)
         case _:
             raise InvalidSubject(subject)
+
+
+def rank_of(token: str) -> int | None:
+    """Return the rank that a token stands for; None for any other token, however long."""
+    rank = int(token) if _RANK.fullmatch(token) else MAX_RANK + 1
+    return rank if rank <= MAX_RANK else None
 
 
 def worker_of(subject: str) -> str:

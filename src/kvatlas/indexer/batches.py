@@ -15,6 +15,7 @@ from kvatlas.indexer.stimuli import (
     Effect,
     ReportDivergence,
     ReportGap,
+    ReportOldEpoch,
     ReportTakeover,
     RequestInventory,
 )
@@ -64,7 +65,14 @@ class BatchFold:
         batch, rejected = decoded
         # a plain tuple finds the same entry, and every batch passes here
         known = self._instances.get((batch.worker, batch.rank))  # type: ignore[call-overload]
-        instance: Instance = known or self._fleet.of(batch.instance)
+        instance: Instance | None = known or self._fleet.admit(batch, broker_ns, effects)
+        if instance is None or (
+            batch.epoch > instance.epoch > 0
+            and self._fleet.refuses_epoch(
+                instance.id, batch.epoch, instance.epoch, broker_ns, effects
+            )
+        ):
+            return
         trust = instance.trust if instance.epoch else None
         verdict = self._order.judge(instance.id, batch.epoch, batch.seq)
         if verdict is not _NEXT and not self._settle_order(instance, batch, verdict, effects):
@@ -99,6 +107,7 @@ class BatchFold:
                 return False
             case Verdict.old_epoch:
                 self._counters.old_epochs += 1
+                effects.append(ReportOldEpoch(instance.id, batch.epoch, instance.epoch))
                 return False
             case Verdict.ended_epoch:
                 self._counters.ended_epochs += 1
@@ -132,7 +141,7 @@ class BatchFold:
                         self._residency.introduce(instance, info)
                         self._fleet.note_change(instance.id)
                 case WorkerDown(reason):
-                    self._fleet.end(instance, instance.epoch, f"down: {reason}")
+                    self._fleet.end(instance, f"down: {reason}")
                 case Resync():
                     self._counters.resyncs += 1
                     self._fleet.damage(instance, Damage.resync, "", effects)

@@ -4,15 +4,27 @@ from itertools import takewhile
 
 from msgspec import Struct
 
+from kvatlas.events.epochs import is_plausible
 from kvatlas.events.ordering import SequenceTracker, Tracked
 from kvatlas.indexer.instances import Count, Damage, Instance
 from kvatlas.indexer.residency import Residency, ResidencyTables
-from kvatlas.indexer.stimuli import Effect, ReportRejected, ReportTrust, RequestInventory
+from kvatlas.indexer.stimuli import (
+    Effect,
+    ReportRefused,
+    ReportRejected,
+    ReportTrust,
+    RequestIntroduction,
+    RequestInventory,
+)
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
+from kvatlas.schemas.kv_events import EventBatch, WorkerUp
 
 #: (worker, kind) pairs of rejected events that are told apart; the rest counts together
 MAX_REJECTED_KINDS = 1024
+#: that are known, gone ones included: far more than the ranks of any fleet that one log carries.
+#: A constant of the fold: with another one, replicas would hold different instances
+MAX_INSTANCES = 16_384
 
 
 class Counters(Struct):
@@ -39,6 +51,12 @@ class Counters(Struct):
     namespace_mutes: Count = 0
     audit_failures: Count = 0
     index_full: Count = 0
+    #: batches and records about instances that have not said what they are
+    unknown_batches: Count = 0
+    unknown_controls: Count = 0
+    #: batches that would have made one instance too many, and those of epochs far ahead
+    refused_instances: Count = 0
+    refused_epochs: Count = 0
 
 
 class FleetTables(Struct):
@@ -56,13 +74,13 @@ class FleetTables(Struct):
 class Fleet:
     """The instances, their order, what they hold, and what was counted.
 
-    `max_gone` instances that are gone are remembered; the longest gone one is forgotten for the
-    next. `version` moves with everything that `instances` would show but blocks and times.
+    `max_instances` are known, of which up to `max_gone` are gone; the longest gone one is forgotten
+    for the next. `version` moves with everything that `instances` would show but blocks and times.
     """
 
-    def __init__(self, residency: Residency, max_gone: int) -> None:
+    def __init__(self, residency: Residency, max_gone: int, max_instances: int) -> None:
         self.residency = residency
-        self._max_gone = max_gone
+        self._max_gone, self._max_instances = max_gone, max_instances
         self.order = SequenceTracker()
         self.instances: dict[InstanceId, Instance] = {}
         #: the gone ones, the longest gone first
@@ -88,12 +106,45 @@ class Fleet:
         newest_first = reversed(self._changed_at.items())
         return [name for name, _ in takewhile(lambda each: each[1] > version, newest_first)]
 
-    def of(self, name: InstanceId) -> Instance:
-        """Return the instance, made now if it is new."""
-        instance = self.instances.get(name)
-        if instance is None:
-            instance = self.instances[name] = Instance(name)
+    def admit(self, batch: EventBatch, broker_ns: int, effects: list[Effect]) -> Instance | None:
+        """Return a new instance for a batch that says what it is; None, counted, for any other.
+
+        What anybody can say in another's name, and what is said of a name, makes no instance.
+        """
+        name = batch.instance
+        if not any(isinstance(event, WorkerUp) for event in batch.events):
+            self.counters.unknown_batches += 1
+            effects.append(RequestIntroduction(name))
+            return None
+        if self.refuses_epoch(name, batch.epoch, 0, broker_ns, effects):
+            return None
+        if len(self.instances) >= self._max_instances:
+            if not self.gone:
+                self.counters.refused_instances += 1
+                reason = f"{len(self.instances)} instances are known, the most that may be"
+                effects.append(ReportRefused(name, batch.epoch, "instances", reason))
+                return None
+            self._forget_longest_gone()
+        instance = self.instances[name] = Instance(name)
         return instance
+
+    def refuses_epoch(
+        self,
+        name: InstanceId,
+        epoch: int,
+        previous: int,
+        broker_ns: int,
+        effects: list[Effect],
+    ) -> bool:
+        """Say whether an epoch is too far ahead to be one that follows; then it is counted."""
+        broker_ms = broker_ns // 1_000_000
+        if is_plausible(epoch, previous, broker_ms):
+            return False
+        self.counters.refused_epochs += 1
+        days = (epoch - broker_ms) / 86_400_000
+        reason = f"epoch {epoch} is {days:.1f} days ahead of the broker's clock"
+        effects.append(ReportRefused(name, epoch, "epoch", reason))
+        return True
 
     def begin(self, instance: Instance, epoch: int) -> None:
         """Forget all of the instance's earlier epoch and give it an empty place."""
@@ -106,22 +157,23 @@ class Fleet:
         except IndexFull as error:
             self.note_index_full(instance, error)
 
-    def end(self, instance: Instance, epoch: int, reason: str) -> None:
-        """Let the instance be gone, and nothing up to this epoch count any more."""
+    def end(self, instance: Instance, reason: str) -> None:
+        """Let the instance be gone, and nothing of its epoch count any more."""
         self.residency.release(instance)
-        if epoch > instance.epoch:
-            instance.begin(epoch)
         instance.end(reason)
-        self.order.end(instance.id, epoch)
+        self.order.end(instance.id, instance.epoch)
         self.note_change(instance.id)
         self.gone.pop(instance.id, None)
         self.gone[instance.id] = None
         while len(self.gone) > self._max_gone:
-            oldest = next(iter(self.gone))
-            del self.gone[oldest], self.instances[oldest]
-            self._changed_at.pop(oldest, None)
-            self._told_from = self.version
-            self.order.forget(oldest)
+            self._forget_longest_gone()
+
+    def _forget_longest_gone(self) -> None:
+        oldest = next(iter(self.gone))
+        del self.gone[oldest], self.instances[oldest]
+        self._changed_at.pop(oldest, None)
+        self._told_from = self.version
+        self.order.forget(oldest)
 
     def empty(self, instance: Instance) -> None:
         """Give the instance a new, empty place for the rest of its epoch."""

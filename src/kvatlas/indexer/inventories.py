@@ -100,7 +100,7 @@ class InventoryRequests:
             self._settings.inventory_patience_seconds, turn.end
         )
         try:
-            if self._wants(instance) and await self._request(instance):
+            if self._wants(instance) and await self.ask_once(instance):
                 timer.cancel()
                 return await self._until_healed(instance, seconds)
             return 0.0
@@ -111,8 +111,8 @@ class InventoryRequests:
     def _wants(self, instance: InstanceId) -> bool:
         return self._state.fleet.wants_inventory(instance)
 
-    async def _request(self, instance: InstanceId) -> bool:
-        """Return whether there was an answer."""
+    async def ask_once(self, instance: InstanceId) -> bool:
+        """Ask for an inventory, whoever it is; return whether there was an answer."""
         self.num_requests += 1
         try:
             await self._bus.request(

@@ -1,7 +1,7 @@
 """Which leases have ended for long enough to count; pure, called by the index service."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvatlas.events.leases import LeaseChange
 from kvatlas.schemas.ids import InstanceId
@@ -40,6 +40,11 @@ class LeaseLapses:
             self._held.pop(change.instance, None)
             self._ended.add(change.instance)
 
+    @property
+    def held(self) -> Mapping[InstanceId, int]:
+        """Each instance that has a lease, with its epoch."""
+        return self._held
+
     def due(
         self, alive: Iterable[tuple[InstanceId, int]], is_connected: bool, now: float
     ) -> list[tuple[InstanceId, int]]:
@@ -51,9 +56,13 @@ class LeaseLapses:
             return []
         if self._connected_at is None:
             self._connected_at = now
+        alive = list(alive)
         without = [(name, epoch) for name, epoch in alive if self._held.get(name, 0) < epoch]
         self._missing = {each: self._missing.get(each, now) for each in without}
         self._ended.intersection_update(name for name, _ in without)
+        # names of leases are anybody's: what is kept has a lease, or is an instance
+        for name in self._tellings.keys() - self._held.keys() - {name for name, _ in alive}:
+            del self._tellings[name]
         is_settling = now - self._connected_at < self._settling_seconds
         return [
             each

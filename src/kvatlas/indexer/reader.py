@@ -126,6 +126,12 @@ class IndexStats(Struct, frozen=True):
     #: tiers that broken memory had changed
     audit_failures: int
     index_full: int
+    #: batches and records about instances that have not said what they are
+    unknown_batches: int
+    unknown_controls: int
+    #: batches that would have made one instance too many, and those of epochs far ahead
+    refused_instances: int
+    refused_epochs: int
     rejected: tuple[RejectedCount, ...]
 
     @property

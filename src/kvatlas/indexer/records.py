@@ -25,25 +25,21 @@ class Records:
 
     def take(self, record: ControlRecord, broker_ns: int, effects: list[Effect]) -> None:
         """Let a record of the log have its effect, once."""
-        known = self._fleet.instances.get(record.instance)
+        instance = self._fleet.instances.get(record.instance)
+        if instance is None:
+            # anybody can say something of any name; an instance is what has said what it is
+            self._fleet.counters.unknown_controls += 1
+            return
         # who proposes an end has seen the epoch in the log: a record about one to come is nobody's
         # honest word, and could end a living worker for good
-        if record.epoch < 1 or (
-            known and (record.epoch != known.epoch or _says_nothing_new(record, known))
-        ):
+        if record.epoch != instance.epoch or _says_nothing_new(record, instance):
             self._fleet.counters.ignored_controls += 1
             return
         self._fleet.counters.controls += 1
-        instance = known or self._fleet.of(record.instance)
-        trust = instance.trust if instance.epoch else None
-        if record.kind != "expired" and record.epoch > instance.epoch:
-            self._fleet.order.begin(instance.id, record.epoch)
-            self._fleet.begin(instance, record.epoch)
-            # who is known by what others say of it has said something that this reader has not seen
-            self._fleet.damage(instance, Damage.unknown_history, "known by a record only", effects)
+        trust = instance.trust
         match record.kind:
             case "expired":
-                self._fleet.end(instance, record.epoch, f"expired: {record.reason}")
+                self._fleet.end(instance, f"expired: {record.reason}")
             case "quarantined":
                 self._fleet.doubt(instance, Damage.quarantined, record.reason)
                 self._fleet.residency.exclude(instance)

@@ -8,6 +8,7 @@ from kvatlas.indexer.stimuli import (
     Effect,
     ReportDivergence,
     ReportGap,
+    ReportRefused,
     ReportRejected,
     ReportTakeover,
     ReportTrust,
@@ -38,6 +39,16 @@ class EffectLog:
                     at = f"{at} (see `kvatlas dead-letters`)"
                 what = f"skipped {kind} in {at}: {reason}"
                 self._write(("rejected " + kind, worker), what, is_history)
+            case ReportRefused(instance, epoch, "instances", reason):
+                # one line for all: names that somebody invents must not each have one
+                what = f"{instance}, epoch {epoch}, is not taken in: {reason}"
+                self._write(("refused", "(new instances)"), what, is_history)
+            case ReportRefused(instance, epoch, _, reason):
+                what = (
+                    f"{instance}, epoch {epoch}, is not taken in: {reason}; check the clocks of"
+                    " worker and broker, or who publishes in this name"
+                )
+                self._write(("refused epoch", instance.worker), what, is_history)
             case ReportGap(instance, epoch, expected, found):
                 what = f"gap of {instance}, epoch {epoch}: expected {expected}, got {found}"
                 self._write(("gap", instance.worker), what, is_history)

@@ -18,11 +18,12 @@ from typing import NamedTuple, Self
 
 from kvatlas.events.bus import Bus, Message, Subscription
 from kvatlas.events.codec import encode
-from kvatlas.events.leases import watch_leases
+from kvatlas.events.leases import LeaseChange, watch_leases
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import control_subject
 from kvatlas.indexer.budgets import EventBudgets
 from kvatlas.indexer.dead_letter_writing import DeadLetterSettings, DeadLetterWriter, poison_of
+from kvatlas.indexer.introductions import Introductions
 from kvatlas.indexer.inventories import InventoryRequests
 from kvatlas.indexer.lapses import LeaseLapses
 from kvatlas.indexer.live import LiveIndex
@@ -50,13 +51,17 @@ from kvatlas.indexer.stimuli import (
     LeaseExpired,
     Proposed,
     PublishControl,
+    ReportOldEpoch,
+    RequestIntroduction,
     RequestInventory,
     Stimulus,
     stimulus_of,
 )
+from kvatlas.indexer.superseded import SupersededEpochs
 from kvatlas.schemas.errors import BusUnavailable, IndexUnavailable, StreamRefused
+from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.kv_events import ControlRecord
+from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord
 
 #: a broker that has not said where the log ends for this long may not take renewals either
 NO_LEADER_SECONDS = 2.0
@@ -111,6 +116,7 @@ class IndexService:
             self._settings.lease_missing_seconds,
             self._settings.lease_settling_seconds,
         )
+        self._introductions, self._superseded = Introductions(), SupersededEpochs()
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
@@ -153,7 +159,7 @@ class IndexService:
             self._last_in_stream = self._target
             self._heard_at = time.monotonic()
             leases = self._bus.keys(LEASES_BUCKET)
-            self._subscriptions.append(await watch_leases(leases, self._lapses.take))
+            self._subscriptions.append(await watch_leases(leases, self._on_lease))
             if self._writer is not None:
                 await self._start_from_snapshot()
             if self.letters is not None:
@@ -166,7 +172,12 @@ class IndexService:
             await self._close()
             raise
         self._check_ready()
-        for part in (self._poll(), self._publish_records(), self.inventories.run()):
+        for part in (
+            self._poll(),
+            self._publish_records(),
+            self.inventories.run(),
+            self._ask_unknown(),
+        ):
             self._start(part)
         if self._writer is not None:
             self._start(self._writer.run())
@@ -347,6 +358,11 @@ class IndexService:
             case RequestInventory(instance):
                 if self.is_ready:
                     self.inventories.want(instance)
+            case RequestIntroduction(instance):
+                self._introductions.spoke(instance)
+            case ReportOldEpoch(instance, epoch, newer):
+                if self.is_ready:
+                    self._superseded.spoke(instance, epoch, newer)
             case _:
                 at = self.state.stream_sequence
                 self._log.report(effect, at, is_history=not self.is_ready)
@@ -422,6 +438,7 @@ class IndexService:
             self._lay_trust()
             if self.is_ready:
                 self._expire_leases()
+                self._end_superseding()
                 self._check_budgets()
                 self._release_throttled()
                 await self._audit_if_due()
@@ -462,6 +479,42 @@ class IndexService:
         due = self._lapses.due(self.state.fleet.alive(), is_connected, time.monotonic())
         for instance, epoch in due:
             self._handle(LeaseExpired(instance, epoch, time.time_ns(), self._name))
+
+    def _on_lease(self, change: LeaseChange) -> None:
+        self._lapses.take(change)
+        self._superseded.take(change)
+
+    def _end_superseding(self) -> None:
+        """Have epochs end that are nobody's, so that who lives in a lower one begins one above."""
+        for instance, epoch in self._superseded.due():
+            known = self.state.instance(instance)
+            if known is None or known.epoch != epoch:
+                continue
+            _logger.warning(
+                "%s lives, and has the lease of an epoch below %d, which nobody holds:"
+                " it is to begin one above",
+                instance,
+                epoch,
+            )
+            if known.trust is not Trust.gone:
+                self._handle(LeaseExpired(instance, epoch, time.time_ns(), self._name))
+                continue
+            # it has ended in the log already, which its instance has not seen
+            worker, rank = instance
+            now_ns, by = time.time_ns(), self._name
+            self._records.put_nowait(
+                ControlRecord(WIRE_VERSION, worker, rank, epoch, "expired", "lease", by, now_ns)
+            )
+
+    async def _ask_unknown(self) -> None:
+        """Have living instances that are not known say what they are, a few at a time."""
+        while True:
+            await asyncio.sleep(self._settings.poll_seconds)
+            if self.is_ready and self._bus.connected:
+                known, most = self.state.fleet.instances, self._settings.max_introductions
+                now, leased = time.monotonic(), self._lapses.held
+                due = self._introductions.due(leased, known.__contains__, most, now)
+                await asyncio.gather(*map(self.inventories.ask_once, due))
 
     async def _publish_records(self) -> None:
         publisher = self._bus.publisher(KV_EVENTS)

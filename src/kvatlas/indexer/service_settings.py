@@ -35,6 +35,9 @@ class ServiceSettings(Struct, frozen=True):
     #: after so many in vain, half a minute by the pauses above, what the instance is believed to
     #: hold is dropped
     max_vain_inventory_requests: int = 6
+    #: unknown instances asked what they are each time that the service looks, every `poll_seconds`;
+    #: many at a time, and their inventories delay answers after a log was lost
+    max_introductions: int = 8
     budget: BudgetSettings = BudgetSettings()
     #: how often the index is counted anew, to find memory that has changed by itself; 0 never
     audit_seconds: float = 600.0

@@ -152,16 +152,21 @@ def _sizes(found: FlatParts) -> Rules:
     yield "the multiplier is odd", int(found.state[kernel.MULTIPLIER]) % 2 == 1
     yield "there is a first group", 1 <= num_groups <= MAX_GROUPS
     yield "each number has a mask", numbers.num_numbers <= len(found.digests)
-    yield "row 0 is the empty set", num_rows > 0 and not found.rows[0].any()
-    yield "blocks name rows", _largest(found.blocks[:, kernel.ROW]) < num_rows
+    block_rows = found.blocks[:, kernel.ROW]
+    yield "blocks name rows", _largest(block_rows) < num_rows and bool(block_rows.all())
     yield (
         "rows name words",
         _largest(start[in_use]) <= num_words
         and _largest(length[in_use]) <= num_words
         and _largest(start[in_use] + length[in_use]) <= num_words,
     )
+    yield "row 0 is the empty set", num_rows > 0 and not found.rows[0].any()
     yield "words name groups", _largest(found.words >> kernel.GROUP_SHIFT) < num_groups
-    yield "the directory names segments", _largest(found.directory) < len(found.occupied)
+    yield (
+        "the directory names segments",
+        _largest(found.directory) < len(found.occupied)
+        and not (found.directory & np.uint32(found.segment_cells - 1)).any(),
+    )
 
 
 def _table(found: FlatParts) -> Rules:
@@ -173,10 +178,6 @@ def _table(found: FlatParts) -> Rules:
     segment_of = found.directory >> np.uint32(found.segment_cells.bit_length() - 1)
     entries = np.arange(len(found.directory))
     first_entry = entries - entries % num_entries[segment_of]
-    yield (
-        "the directory names first cells",
-        not (found.directory & np.uint32(found.segment_cells - 1)).any(),
-    )
     yield (
         "the entries of a segment are neighbours",
         np.array_equal(found.directory[first_entry], found.directory)

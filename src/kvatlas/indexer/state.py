@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvatlas.indexer.batches import BatchFold
-from kvatlas.indexer.fleet import Fleet, FleetTables
+from kvatlas.indexer.fleet import MAX_INSTANCES, Fleet, FleetTables
 from kvatlas.indexer.index import PrefixIndex
 from kvatlas.indexer.instances import Damage, Instance
 from kvatlas.indexer.naming import Place
@@ -57,15 +57,24 @@ class IndexState:
     it is `exact` again when each tier in doubt has had a digest equal to ours, which takes an
     inventory where something was lost.
 
-    `max_gone` instances that are gone are remembered, so that stragglers of theirs stay without
-    effect; too few, and a very late batch brings a dead instance back, degraded, until its
-    lease is missed again.
+    An instance is what has said what it is (WorkerUp); batches and records of other names are
+    counted. `max_gone` instances that are gone are remembered, so that stragglers of theirs stay
+    without effect; too few, and a very late batch brings a dead instance back, degraded, until its
+    lease is missed again. With `max_instances` known, a new one takes the place of the longest gone
+    one, and is refused where there is none. Both are constants of the fold: replicas and replays
+    with other ones would differ (ADR-0020).
     """
 
-    def __init__(self, index: PrefixIndex, *, max_gone: int = 4096) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        max_gone: int = 4096,
+        max_instances: int = MAX_INSTANCES,
+    ) -> None:
         self._residency = Residency(index)
         #: what a live service asks of the instances beside the answers
-        self.fleet = Fleet(self._residency, max_gone)
+        self.fleet = Fleet(self._residency, max_gone, max_instances)
         self._batches, self._records = BatchFold(self.fleet), Records(self.fleet)
         self._stream_sequence = 0
         self._serving, self._serving_version = ServingLists(), -1

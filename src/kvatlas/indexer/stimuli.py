@@ -112,6 +112,32 @@ class RequestInventory(Struct, frozen=True):
     epoch: int
 
 
+class RequestIntroduction(Struct, frozen=True):
+    """Ask an instance that is not known, and has said something, to say what it is."""
+
+    instance: InstanceId
+
+
+class ReportOldEpoch(Struct, frozen=True):
+    """Notice that an epoch goes on that a newer one has replaced."""
+
+    instance: InstanceId
+    epoch: int
+    newer: int
+
+
+class ReportRefused(Struct, frozen=True):
+    """Tell people that an instance, or an epoch of one, is not taken in.
+
+    `kind` is `instances` (there are as many as may be) or `epoch` (far ahead of the clock).
+    """
+
+    instance: InstanceId
+    epoch: int
+    kind: str
+    reason: str
+
+
 class ReportRejected(Struct, frozen=True):
     """Tell people that something of a worker was skipped."""
 
@@ -158,6 +184,9 @@ class ReportTrust(Struct, frozen=True):
 Effect = (
     PublishControl
     | RequestInventory
+    | RequestIntroduction
+    | ReportOldEpoch
+    | ReportRefused
     | ReportRejected
     | ReportGap
     | ReportTakeover

@@ -295,6 +295,14 @@ class StateCollector(Collector):
             ("kv_namespace_mutes", "Times a namespace exceeded its budget", stats.namespace_mutes),
             ("kv_audit_failures", "Tiers that broken memory had changed", stats.audit_failures),
             ("kv_index_full", "Times that the index had no room", stats.index_full),
+            ("kv_unknown_batches", "Batches of no known instance", stats.unknown_batches),
+            ("kv_unknown_records", "Records about no known instance", stats.unknown_controls),
+            (
+                "kv_refused_instances",
+                "Batches of one instance too many",
+                stats.refused_instances,
+            ),
+            ("kv_refused_epochs", "Batches of epochs far ahead", stats.refused_epochs),
             ("kv_stream_holes", "Holes in the stream", stats.stream_holes),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -21,10 +21,10 @@ from typing import TypeVar
 import msgspec
 
 from kvatlas.backoff import Backoff
-from kvatlas.events.bus import Bus, Message, Publisher
+from kvatlas.events.bus import Bus, KeyValue, Message, Publisher
 from kvatlas.events.codec import decode_control, encode
-from kvatlas.events.epochs import allocate_epoch
-from kvatlas.events.leases import LeaseKeeper
+from kvatlas.events.epochs import allocate_epoch, is_plausible
+from kvatlas.events.leases import LeaseKeeper, lease_holder
 from kvatlas.events.streams import EPOCHS_BUCKET, KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import (
     control_subject,
@@ -132,11 +132,21 @@ class Sidecar:
         #: pulsed whenever a batch has been accepted; set whenever there is something to publish
         self._progress, self._work = asyncio.Event(), asyncio.Event()
         self._is_epoch_over = asyncio.Event()
+        #: an epoch of this name that was seen in the log; ours has to be above
+        self._seen_epoch = 0
         self._refusals = Backoff(REFUSED_SECONDS, MAX_REFUSED_SECONDS, 2 * MAX_REFUSED_SECONDS)
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: "missing_REASON", of blocks that a pull did not bring, from the first one on
         self._counters = dict.fromkeys(
-            ["refused_batches", "published_batches", "epochs", "pulled_blocks", "engine_stalls"], 0
+            [
+                "refused_batches",
+                "published_batches",
+                "epochs",
+                "superseded",
+                "pulled_blocks",
+                "engine_stalls",
+            ],
+            0,
         )
 
     def stop(self, reason: str) -> None:
@@ -268,6 +278,8 @@ class Sidecar:
                 ):
                     self._begin_epoch(epoch)
                     await self._is_epoch_over.wait()
+                if self._seen_epoch > epoch:
+                    await self._yield_to_holder(keys, epoch)
             except Fenced as fenced:
                 self._on_fenced(fenced)
                 return
@@ -277,9 +289,20 @@ class Sidecar:
         keys = self._bus.keys(EPOCHS_BUCKET)
 
         async def allocate() -> int:
-            return await allocate_epoch(keys, self._instance, time.time_ns() // 1_000_000)
+            now_ms = time.time_ns() // 1_000_000
+            return await allocate_epoch(keys, self._instance, now_ms, above=self._seen_epoch)
 
         return await _retrying("no epoch", allocate)
+
+    async def _yield_to_holder(self, keys: KeyValue, epoch: int) -> None:
+        """Raise Fenced if a higher epoch of this name lives: then this process is not the one."""
+
+        async def find() -> int | None:
+            return await lease_holder(keys, self._instance, epoch)
+
+        holder = await _retrying("no sight of the lease", find)
+        if holder is not None and holder > epoch:
+            raise Fenced(str(self._instance), epoch, holder)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._is_epoch_over.clear()
@@ -307,7 +330,12 @@ class Sidecar:
                 record = decode_control(message.payload)
             except MalformedBatch:
                 return
-            if record.instance != self._instance or record.epoch != self._outbox.epoch:
+            epoch = self._outbox.epoch
+            if record.instance != self._instance or epoch is None:
+                return
+            if record.kind == "expired" and record.epoch > max(epoch, self._seen_epoch):
+                self._on_superseded(epoch, record.epoch, message.broker_ns // 1_000_000)
+            if record.epoch != epoch:
                 return
             if record.kind == "expired":
                 _logger.warning("epoch %s was declared dead: %s", record.epoch, record.reason)
@@ -321,6 +349,21 @@ class Sidecar:
             await self._bus.follow(KV_EVENTS, first, on_message, subjects=subject)
 
         await _retrying(f"cannot follow {KV_EVENTS}", follow)
+
+    def _on_superseded(self, epoch: int, higher: int, broker_ms: int) -> None:
+        """Begin an epoch above one that was seen and is over: ours is ignored because of it."""
+        if not is_plausible(higher, epoch, max(broker_ms, time.time_ns() // 1_000_000)):
+            _logger.error("a record about epoch %d, far ahead of the clock, is ignored", higher)
+            return
+        _logger.warning(
+            "epoch %d of this name was seen, which is over: epoch %d is ignored because of it, and"
+            " a new one begins",
+            higher,
+            epoch,
+        )
+        self._seen_epoch = higher
+        self._counters["superseded"] += 1
+        self._is_epoch_over.set()
 
     async def _publish_loop(self) -> None:
         assert self._publisher is not None

@@ -67,7 +67,7 @@ def digests(*blocks: int) -> list[Digest]:
 def a_batch(
     *events: KvEvent, worker: str = "w1", rank: int = 0, epoch: int = 1, seq: int = 1
 ) -> EventBatch:
-    return EventBatch(WIRE_VERSION, worker, rank, epoch, seq, 0, events or (stored(1, 2),))
+    return EventBatch(WIRE_VERSION, worker, rank, epoch, seq, 0, events or (up(), stored(1, 2)))
 
 
 def a_control(

@@ -98,7 +98,9 @@ def publish(history: list[Step]) -> Iterator[Published]:
         match step.kind:
             case "batch" | "lost":
                 seqs[who] += 1
-                batch = _a_batch(who, epochs[who], seqs[who], step.events)
+                # who speaks comes first in each epoch, as long as that is not what gets lost
+                says = step.events if seqs[who] > 1 else (up(), *step.events)
+                batch = _a_batch(who, epochs[who], seqs[who], says)
                 if step.kind == "lost":
                     lost[who] = batch
                 else:

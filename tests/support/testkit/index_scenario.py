@@ -30,9 +30,12 @@ from kvatlas.indexer.stimuli import (
     PublishControl,
     ReportDivergence,
     ReportGap,
+    ReportOldEpoch,
+    ReportRefused,
     ReportRejected,
     ReportTakeover,
     ReportTrust,
+    RequestIntroduction,
     RequestInventory,
     Stimulus,
     stimulus_of,
@@ -102,7 +105,8 @@ class IndexScenario:
                 return self._match(blocks)
             case "trust", [name]:
                 view = self._state.instance(_instance(name))
-                assert view is not None
+                if view is None:
+                    return "unknown"
                 reasons = f" ({', '.join(view.trust_reasons)})" if view.trust_reasons else ""
                 candidate = "" if self._serves(_instance(name)) else ", no candidate"
                 muted = "".join(f"; namespace muted: {why}" for why in view.muted.values())
@@ -201,6 +205,12 @@ def _say(effect: Effect) -> str:
             return f"{_name(instance)} says {told.count} blocks in {tier.name}, we {found.count}"
         case ReportTrust(instance, epoch, trust):
             return f"{_name(instance)} epoch={epoch} is {trust}"
+        case RequestIntroduction(instance):
+            return f"ask {_name(instance)} what it is"
+        case ReportOldEpoch(instance, epoch, newer):
+            return f"{_name(instance)} epoch={epoch} goes on after epoch={newer}"
+        case ReportRefused(instance, epoch, kind):
+            return f"{_name(instance)} epoch={epoch} is refused: {kind}"
 
 
 def _instance(name: str) -> InstanceId:

@@ -15,7 +15,7 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import stimulus_of
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import WIRE_VERSION, BlockRemoved, BlockStored, EventBatch, KvEvent
-from testkit.builders import ROOT, subject_of
+from testkit.builders import ROOT, subject_of, up
 from testkit.measuring.index_plans import (
     ASKED,
     HASH_BYTES,
@@ -200,7 +200,8 @@ class _Log:
         for worker, event in events:
             self._stream_sequence += 1
             sequence = self._sequences[worker] = self._sequences.get(worker, 0) + 1
-            batch = EventBatch(WIRE_VERSION, f"w{worker}", 0, 1, sequence, 0, (event,))
+            said = (event,) if sequence > 1 else (up(), event)
+            batch = EventBatch(WIRE_VERSION, f"w{worker}", 0, 1, sequence, 0, said)
             at = self._stream_sequence
             messages.append(Message(at, subject_of(batch), encode(batch), at))
         return messages
