@@ -1,38 +1,24 @@
-"""A worker to try things with: the reference engine, its sidecar, and vLLM-like HTTP in front.
+"""A worker to try things with: the reference engine, its sidecar, and HTTP in front.
 
-POST /v1/completions   serve a prompt, with the router's plan in `kv_transfer_params`
-POST /v1/reset         forget the cache
-GET  /v1/models        the one that it serves
-GET  /v1/kv/digest     what the engine itself says that it holds, for comparison with the index
-GET  /health           503 once it drains
+reference_http.py has its routes.
 """
 
 import asyncio
 import contextlib
-import re
-import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
 
-import msgspec
-from fastapi import FastAPI, Request, Response
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvatlas.http_server import http_server, process_limits
 from kvatlas.own_files import FOLDER_MODE
+from kvatlas.reference_http import create_worker_app
 from kvatlas.runtime_folder import runtime_folder
-from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.errors import (
     FolderUnusable,
-    InvalidInput,
-    InvalidRequest,
-    KvatlasError,
     SidecarEnded,
 )
 from kvatlas.schemas.fleet import KvLayout
-from kvatlas.schemas.ids import Tier
-from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import Settings
 from kvatlas.stopping import Stopped
 from kvatlas.worker_hooks.channel import SidecarChannel
@@ -42,14 +28,12 @@ from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.process import process_ended, signals_call
 from kvatlas.worker_hooks.reference.clock import ScaledClock
 from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
-from kvatlas.worker_hooks.reference.requests import Completion
 from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
 from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of
 
 #: the engine's loop pumps many times as often
 LOOP_SECONDS = 2.0
-MSGPACK = "application/x-msgpack"
 
 
 class WorkerOptions(Struct, frozen=True):
@@ -94,7 +78,9 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
             http_server(options.host, options.port, at, process_limits(at)) as server,
             _engine(options, server.url, folder, stopped) as (engine, channel, sidecar),
             server.serving(
-                create_worker_app(engine, channel, options.model, lambda: stopped.is_draining)
+                create_worker_app(
+                    engine, channel, options.model, lambda: stopped.is_draining, at.max_body_bytes
+                )
             ) as served,
         ):
 
@@ -213,124 +199,3 @@ def _sidecar_options(options: WorkerOptions, base_url: str, folder: Path) -> Sid
         transport=options.settings.sidecar.transport,
         **shared_options(options.settings),
     )
-
-
-# --- HTTP -----------------------------------------------------------------------------------
-
-
-class _KvatlasParams(Struct, frozen=True):
-    plan: Plan | None = None
-    decision_id: str = ""
-
-
-class _TransferParams(Struct, frozen=True):
-    kvatlas: _KvatlasParams = _KvatlasParams()
-
-
-_Prompt = TypeVar("_Prompt")
-_Tokens = tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...]
-
-
-class _CompletionRequest(Struct, Generic[_Prompt], frozen=True):
-    """The part of an OpenAI completion request that an engine without a tokenizer can serve."""
-
-    model: str
-    prompt: _Prompt
-    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 16
-    cache_salt: str | None = None
-    kv_transfer_params: _TransferParams = _TransferParams()
-
-
-_json_requests = msgspec.json.Decoder(_CompletionRequest[_Tokens])
-_msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest[bytes | _Tokens])
-_TEXT_PROMPT = re.compile(r"got `str` - at `\$\.prompt\b")
-
-
-def create_worker_app(
-    engine: ReferenceEngine,
-    channel: SidecarChannel,
-    model: str,
-    is_draining: Callable[[], bool] = lambda: False,
-) -> FastAPI:
-    """Return the HTTP application of one reference worker."""
-    app = FastAPI(title="kvatlas reference worker", docs_url=None, redoc_url=None)
-    started = int(time.time())
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await request.body()
-        asked = _decode(body, request.headers.get("content-type", ""))
-        if asked.model != model:
-            raise InvalidRequest("model", f"this worker serves {model!r}")
-        prompt = asked.prompt if isinstance(asked.prompt, bytes) else list(asked.prompt)
-        done = await engine.submit(
-            prompt, asked.max_tokens, asked.cache_salt, asked.kv_transfer_params.kvatlas.plan
-        )
-        return _json(_completion(asked, done))
-
-    @app.post("/v1/reset")
-    async def reset() -> Response:
-        return _json({"reset": engine.reset()})
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        card = {"id": model, "object": "model", "created": started, "owned_by": "kvatlas"}
-        return _json({"object": "list", "data": [card]})
-
-    @app.get("/v1/kv/digest")
-    async def digest() -> Response:
-        flushed = await channel.flush()
-        held = digest_of(engine.store.pool.cached_hashes())
-        digests = {Tier.hbm.name: {"count": held.count, "xor": f"{held.xor:016x}"}}
-        return _json({"epoch": flushed.epoch, "seq": flushed.seq, "digests": digests})
-
-    @app.get("/health")
-    async def health() -> Response:
-        if is_draining():
-            return _json({"status": "draining"}, 503)
-        return _json({"status": "ok"})
-
-    @app.exception_handler(InvalidInput)
-    async def invalid(_: Request, error: InvalidInput) -> Response:
-        return _json({"error": {"message": str(error), "type": type(error).__name__}}, 400)
-
-    @app.exception_handler(KvatlasError)
-    async def unavailable(_: Request, error: KvatlasError) -> Response:
-        return _json({"error": {"message": str(error), "type": type(error).__name__}}, 503)
-
-    return app
-
-
-def _decode(body: bytes, content_type: str) -> _CompletionRequest[Any]:
-    is_msgpack = content_type.startswith(MSGPACK)
-    try:
-        return _msgpack_requests.decode(body) if is_msgpack else _json_requests.decode(body)
-    except msgspec.DecodeError as error:
-        if _TEXT_PROMPT.search(str(error)):
-            problem = "expected token ids; the reference engine has no tokenizer"
-            raise InvalidRequest("prompt", problem) from error
-        if not body.strip():
-            form = "msgpack" if is_msgpack else "JSON"
-            raise InvalidRequest("body", f"an empty body, expected a {form} object") from error
-        raise InvalidRequest("body", str(error)) from error
-
-
-def _completion(asked: _CompletionRequest[Any], done: Completion) -> dict[str, Any]:
-    cached = done.prompt_tokens - done.computed_tokens
-    return {
-        "id": f"cmpl-{asked.kv_transfer_params.kvatlas.decision_id}",
-        "object": "text_completion",
-        "model": asked.model,
-        "choices": [{"index": 0, "text": "", "finish_reason": "length"}],
-        "usage": {
-            "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": done.output_tokens,
-            "total_tokens": done.prompt_tokens + done.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        },
-        "kvatlas": done,
-    }
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 from kvatlas.__main__ import main
 from kvatlas.doctor.run import DoctorOptions, run_doctor
 from kvatlas.http_server import bound_socket
-from kvatlas.reference_worker import create_worker_app
+from kvatlas.reference_http import create_worker_app
 from kvatlas.schemas.errors import InvalidSetting
 from testkit.server import served
 

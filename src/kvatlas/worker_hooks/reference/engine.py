@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -111,9 +112,11 @@ class ReferenceEngine:
         max_tokens: int = 1,
         cache_salt: str | None = None,
         plan: Plan | None = None,
+        on_tokens: Callable[[bytes], None] | None = None,
     ) -> Completion:
         """Serve a prompt (ids, or packed u32 LE) and return how it went.
 
+        `on_tokens` gets the tokens of the output as they come, packed, each of them once.
         Raises PromptTooLarge for what never fits, InvalidBlock for what are no tokens. Cancelling
         it takes the request out of the engine.
         """
@@ -121,7 +124,7 @@ class ReferenceEngine:
         self._check_size(len(packed) // 4, max_tokens)
         hasher = self._hasher(cache_salt)
         request = Request(packed, max_tokens, hasher, cache_salt, self._clock.now())
-        request.plan = plan
+        request.plan, request.on_tokens = plan, on_tokens
         self._waiting.append(request)
         if plan is not None and plan.pulls and self._puller is not None:
             request.is_pulling = True

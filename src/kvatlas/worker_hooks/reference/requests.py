@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from array import array
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -75,6 +76,8 @@ class Request:
         #: set by the first prefill
         self.first_prefill: FirstPrefill | None = None
         self.task: asyncio.Task[None] | None = None
+        #: gets the tokens of the output as they come, packed
+        self.on_tokens: Callable[[bytes], None] | None = None
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     @property
@@ -102,8 +105,11 @@ class Request:
     def generate(self, num_tokens: int) -> None:
         """Append the next tokens of the output, and the hashes of the blocks that they fill."""
         first = 4 * self.num_generated
-        self.tokens += self.output[first : first + 4 * num_tokens]
+        new_tokens = self.output[first : first + 4 * num_tokens]
+        self.tokens += new_tokens
         self.num_generated += num_tokens
+        if self.on_tokens is not None and new_tokens:
+            self.on_tokens(new_tokens)
         num_hashed = len(self.chain)
         rest = self.tokens_of(num_hashed, self.num_tokens // self.block_tokens)
         self.chain += split_hashes(self.hasher.chain(rest, parent=self.parent(num_hashed)))
