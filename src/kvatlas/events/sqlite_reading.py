@@ -204,5 +204,6 @@ def describe(error: DBAPIError, shown: str) -> ArchiveUnavailable:
 
 _HINTS = {
     "BUSY": "another program has it for itself alone: ask again when that is done",
+    "NOTADB": "it is left as it is: give another --archive (archive.url)",
     "READONLY": "give a file and folder that may be written to",
 }

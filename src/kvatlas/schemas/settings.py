@@ -124,7 +124,8 @@ class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     #: older ones go, except the newest; longer than the log lasts keeps what nobody can use
     snapshots_kept_seconds: Positive = 24 * 3600.0
     #: where an indexer shares the memory of its index, and where a router finds one to read; on
-    #: the same host, in memory (below /dev/shm). Empty: each has an index of its own
+    #: the same host, in memory (below /dev/shm). Empty: each has an index of its own. It is for the
+    #: index alone: a link, other files, or a folder that others may write to is refused
     shared_folder: str = ""
     #: what an instance may say: an engine at 20,000 tokens/s says about 50 KB/s. More throttles it:
     #: for a while nothing that it says counts. Low throttles honest ones, 0 limits nobody
