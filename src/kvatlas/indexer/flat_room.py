@@ -66,11 +66,12 @@ class FlatRoom:
         max_segments = max(max_segments, num_segments)
         self._cells = self._home.reserve("cells", max_segments * segment_cells, kernel.NUM_HALVES)
         #: segments that there is memory for
-        self._num_provided = num_segments
+        self._num_provided = 0
         #: why there was no memory when cells were asked for last, empty if there was
         self._cell_shortage = ""
         if not self._has_cells(num_segments):
             raise IndexFull(f"no memory for the first cells of the index: {self._cell_shortage}")
+        self._num_provided = num_segments
         self._segments = PrivateArrays().reserve("segments", max_segments, 2)
         self._segments[:num_segments, kernel.BITS] = directory_bits
         self._directory = self._home.zeros("directory", (num_segments,), np.uint32)
@@ -146,7 +147,8 @@ class FlatRoom:
         """Have memory for so many segments; False, with the reason noted, where there is none."""
         num_cells = num_segments * self._segment_cells
         is_provided = self._home.provide("cells", num_cells)
-        num_bytes = 4 * kernel.NUM_HALVES * num_cells
+        num_more = num_cells - self._num_provided * self._segment_cells
+        num_bytes = 4 * kernel.NUM_HALVES * num_more
         self._cell_shortage = "" if is_provided else self._home.shortage(num_bytes)
         return is_provided
 
