@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from traceback import format_exception
 from types import TracebackType
 
-from kvatlas.schemas.printable import printable_lines
+from kvatlas.schemas.printable import printable, printable_lines
 from kvatlas.worker_hooks.stop_deadline import limit_stop
 
 #: what a role may take to stop, with the processes that it has started; more than any of these
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import kvatlas.settings_command  # noqa: F401 - registers its command
         from kvatlas.commands import run_command
     except ModuleNotFoundError as error:
-        print(f"{error}: pip install 'kvatlas[cli]'", file=sys.stderr)
+        print(printable(f"{error}: pip install 'kvatlas[cli]'"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before a command could deal with it
         return 130

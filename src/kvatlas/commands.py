@@ -266,8 +266,10 @@ def warm() -> None:
     from kvatlas.router import price_kernel as price_kernel
 
     seconds, num_compiled, folder = warm_kernels()
-    print(f"kernels  ready in {seconds:.1f} s, {num_compiled} of them compiled")
-    print(f"cache    {folder or 'none: no folder for it can be written to'}")
+    say(
+        f"kernels  ready in {seconds:.1f} s, {num_compiled} of them compiled",
+        f"cache    {folder or 'none: no folder for it can be written to'}",
+    )
 
 
 @app.command("archive")
@@ -330,7 +332,7 @@ def worker(
         folder=folder,
         parent_pid=parent_pid,
     )
-    asyncio.run(run_worker(options, lambda url: print(f"worker   {url}", flush=True)))
+    asyncio.run(run_worker(options, lambda url: say(f"worker   {url}")))
 
 
 @app.command()
@@ -338,7 +340,10 @@ def replay(
     archive: Annotated[str, typer.Option(help="Database URL of the archive.")],
     until_seq: Annotated[int | None, typer.Option(min=0, help="Stop at this sequence.")] = None,
     until_time: Annotated[
-        str | None, typer.Option(help="Stop at this time: ISO 8601 or seconds since 1970.")
+        str | None,
+        typer.Option(
+            help="Stop at this time: 14:00 (here), -10m, ISO 8601, or seconds since 1970."
+        ),
     ] = None,
     match: Annotated[
         Path | None, typer.Option(help="Who held this prompt: a JSON list of ids, or raw u32 LE.")

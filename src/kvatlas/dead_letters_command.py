@@ -24,6 +24,8 @@ from kvatlas.command_line import (
     Creds,
     Nats,
     SetFlags,
+    say,
+    say_json,
     settings_from,
     with_broker,
 )
@@ -41,7 +43,7 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_DEAD_LETTERS
 from kvatlas.own_files import open_output
 from kvatlas.schemas.errors import InvalidSetting, MalformedLetter, UnknownLetter
-from kvatlas.schemas.printable import printable, printable_json
+from kvatlas.schemas.printable import printable
 from kvatlas.schemas.settings import Settings
 from kvatlas.worker_hooks.process import signals_call
 
@@ -85,7 +87,7 @@ def dead_letters(
         except OSError as error:
             raise InvalidSetting("out", "flag --out", error.strerror or str(error)) from error
         part = f", the first of {letter.num_bytes}" if len(content) < letter.num_bytes else ""
-        print(f"{len(content)} bytes{part} in {out}")
+        say(f"{len(content)} bytes{part} in {out}")
     else:
         asyncio.run(_list(settings, worker, limit, follow, json))
 
@@ -133,7 +135,10 @@ async def _follow(
         shown[letter.stream_sequence] = None
         if len(shown) > MAX_SHOWN:
             shown.popitem(last=False)
-        print(_json(letter) if as_json else "  ".join(_cells(letter)), flush=True)
+        if as_json:
+            say_json(_json(letter))
+        else:
+            say("  ".join(_cells(letter)))
 
     async with signals_call(lambda _: stopped.set()):
         await bus.follow(KV_DEAD_LETTERS, first, on_message, subjects=pattern_of(worker))
@@ -155,10 +160,10 @@ async def _bus(settings: Settings) -> AsyncGenerator[Bus, None]:
 def _print_all(letters: list[DeadLetter], as_json: bool) -> None:
     if as_json:
         for letter in letters:
-            print(_json(letter), flush=True)
+            say_json(_json(letter))
         return
     if not letters:
-        print("no dead letters", flush=True)
+        say("no dead letters")
         return
     table = Table(box=None, pad_edge=False)
     for name in _COLUMNS:
@@ -192,7 +197,7 @@ def _json(letter: DeadLetter) -> str:
         "by": letter.by,
         "num_bytes": letter.num_bytes,
     }
-    return printable_json(msgspec.json.encode(content).decode())
+    return msgspec.json.encode(content).decode()
 
 
 def _time(letter: DeadLetter) -> datetime:

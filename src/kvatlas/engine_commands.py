@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvatlas.command_line import Creds, JsonFlag, say, say_error
+from kvatlas.command_line import Creds, JsonFlag, say, say_error, say_json
 from kvatlas.commands import app
 from kvatlas.schemas.errors import CaptureUnreadable, InvalidSetting
 from kvatlas.worker_hooks.captures import QUIET_SECONDS, Capture, CaptureFile, read_capture
@@ -68,11 +68,11 @@ def decode(
         say_error(capture.damage)
     report = decoding.report()
     if json:
-        print(json_module.dumps(report))
+        say_json(json_module.dumps(report))
     else:
         for line in decoding.resident_lines():
             _print(line)
-        print(", ".join(f"{key} {value}" for key, value in report["counts"].items()))
+        say(", ".join(f"{key} {value}" for key, value in report["counts"].items()))
     if report["counts"]["rejected"] and not decoding.num_read:
         format_ = engine or "our own log"
         raise CaptureUnreadable(file, f"nothing in it could be read as batches of {format_}")
@@ -122,7 +122,7 @@ def record(
 
             options = RecordOptions(endpoint, replay_endpoint, bind, seconds, batches)
             _record_engine(out, options, redactor)
-    print(f"{out.num_written} batches in {file}")
+    say(f"{out.num_written} batches in {file}")
 
 
 def _record_engine(out: CaptureFile, options: "RecordOptions", redactor: Redactor | None) -> None:

@@ -81,14 +81,15 @@ def explain(decision: Decision) -> str:
 
 def _asked(decision: Decision) -> list[str]:
     return [
-        f"decision {decision.id} at {_moment(decision.ts_ns)}",
+        f"decision {decision.id} at {moment_of(decision.ts_ns)}",
         f"asked     {decision.prompt_tokens} prompt tokens for model {decision.model}",
         f"policy    {decision.policy}",
         f"chosen    {_name(decision.chosen)} ({decision.chosen.base_url})",
     ]
 
 
-def _moment(ns: int) -> str:
+def moment_of(ns: int) -> str:
+    """Return a time in words, in UTC; what others recorded may be none."""
     try:
         return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="milliseconds")
     except (OverflowError, ValueError, OSError):

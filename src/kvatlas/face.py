@@ -13,7 +13,7 @@ from kvatlas.router.app import RouterApp
 from kvatlas.router.http.limits import HttpLimits
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.conditions import Conditions
-from kvatlas.schemas.printable import printable, without_credentials
+from kvatlas.schemas.printable import printable, printable_json, without_credentials
 from kvatlas.schemas.settings import RouterSettings
 
 #: how long a broker may be away before it is said where the process can be asked about it
@@ -149,7 +149,7 @@ class Announcement:
             name: without_credentials(address) for name, address in addresses.items() if address
         }
         if self._as_json:
-            print(json.dumps(found), flush=True)
+            print(printable_json(json.dumps(found)), flush=True)
             return
         for name, address in found.items():
             print(printable(f"{name:<8} {address}"), flush=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kvatlas.events.sql_archive import SqlArchive
-from kvatlas.explain import archived_decision, counted, explain, explanation
+from kvatlas.explain import archived_decision, counted, explain, explanation, moment_of
 from kvatlas.replay import END, Moment, ReplayReport, TokenMatch
 from kvatlas.schemas.errors import (
     ArchiveDamaged,
@@ -28,6 +28,8 @@ def replay_lines(report: ReplayReport, until: Moment = END) -> list[str]:
         f" {report.events} events, replayed in {report.seconds} s",
         f"state digest {report.state_digest}",
     ]
+    if until.time_ns is not None:
+        lines.append(f"up to {moment_of(until.time_ns)} by the broker's clock")
     if until.sequence is not None and until.sequence > report.log_end:
         lines.append(f"the archive ends at {report.log_end}")
     lines += [

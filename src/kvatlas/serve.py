@@ -45,6 +45,7 @@ from kvatlas.router.siblings import Siblings, SiblingState
 from kvatlas.router_processes import kept_port, router_processes
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.errors import InvalidSetting
+from kvatlas.schemas.printable import printable
 from kvatlas.schemas.settings import Settings
 from kvatlas.stopping import stopping_with
 from kvatlas.worker_fleet import EngineOptions, worker_fleet
@@ -241,7 +242,8 @@ async def _warm() -> None:
     if num_compiled and seconds > LONG_WARM_SECONDS:
         where = f"into {folder}" if folder else "for this process alone: no cache can be written"
         text = f"kernels  {num_compiled} compiled in {seconds:.1f} s, {where}"
-        print(f"{text}; `kvatlas warm` does it in advance", file=sys.stderr, flush=True)
+        text = f"{text}; `kvatlas warm` does it in advance"
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def _shared_folder(settings: Settings) -> Path | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.command_line import WIDTH, JsonFlag
+from kvatlas.command_line import WIDTH, JsonFlag, say_json
 from kvatlas.commands import app
 from kvatlas.schemas.settings import Settings, kind_and_bounds, settings_by_key, variable_of
 
@@ -32,7 +32,7 @@ def settings_(json: JsonFlag = False) -> None:
     """List all settings: --set NAME=VALUE, a key of a --config file, or the environment."""
     found = all_settings()
     if json:
-        print(msgspec.json.encode({"settings": found}).decode())
+        say_json(msgspec.json.encode({"settings": found}).decode())
         return
     table = Table(box=None, pad_edge=False)
     for name in Setting.__struct_fields__:

@@ -1,16 +1,19 @@
 """Foreign text is printed and logged as one line that no terminal obeys, without credentials."""
 
+import ast
 import io
 import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import kvatlas
 from kvatlas.command_line import say, say_error, say_json
 from kvatlas.commands import run_command
 from kvatlas.demo.display import print_report
@@ -216,3 +219,27 @@ def test_the_demo_shows_what_it_was_given_as_it_is() -> None:
     assert "[red]t" in out.getvalue()
     assert "***@h/[bold]db" in out.getvalue()
     assert PASSWORD not in out.getvalue()
+
+
+# --- everywhere ---------------------------------------------------------------------------------
+
+SOURCES = Path(kvatlas.__file__).parent
+#: calls that make what is printed printable
+SAFE = ("printable", "printable_lines", "printable_json")
+
+
+def prints_of(file: Path) -> list[str]:
+    """Return the calls of print whose text is neither constant nor made printable."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            texts = [ast.unparse(each) for each in node.args if not isinstance(each, ast.Constant)]
+            if any(not any(f"{safe}(" in text for safe in SAFE) for text in texts):
+                found.append(f"{file.relative_to(SOURCES)}: {ast.unparse(node)}")
+    return found
+
+
+def test_nothing_is_printed_that_is_not_made_printable() -> None:
+    """Use `say`, `say_json` or `say_error` of command_line.py."""
+    found = [each for file in sorted(SOURCES.rglob("*.py")) for each in prints_of(file)]
+    assert [each for each in found if "__version__" not in each] == []

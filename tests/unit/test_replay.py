@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import AsyncIterator, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import msgspec
@@ -203,10 +204,47 @@ def test_a_time_is_seconds_or_iso_8601(text: str, milliseconds: int) -> None:
     assert parse_time(text) == milliseconds * 1_000_000
 
 
-@pytest.mark.parametrize("text", ["", "yesterday", "nan", "inf", "2023-13-01"])
-def test_what_is_no_time_is_named(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="time"):
-        parse_time(text)
+NOW = datetime(2026, 11, 30, 15, 30, tzinfo=timezone(timedelta(hours=2)))
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("14:00", "2026-11-30T14:00+02:00"),
+        ("14:00:30.5", "2026-11-30T14:00:30.5+02:00"),
+        (" 15:30 ", "2026-11-30T15:30+02:00"),
+        ("15:31", "2026-11-29T15:31+02:00"),
+        ("12:00Z", "2026-11-30T12:00+00:00"),
+        ("-10m", "2026-11-30T15:20+02:00"),
+        ("-10min", "2026-11-30T15:20+02:00"),
+        ("-1h30m", "2026-11-30T14:00+02:00"),
+        ("-2d", "2026-11-28T15:30+02:00"),
+        ("-90s", "2026-11-30T15:28:30+02:00"),
+        ("-0.5h", "2026-11-30T15:00+02:00"),
+        ("2026-11-30T14:00+02:00", "2026-11-30T14:00+02:00"),
+        ("2026-11-30 14:00", "2026-11-30T14:00+00:00"),
+        ("2026-11-30", "2026-11-30T00:00+00:00"),
+    ],
+)
+def test_a_time_is_written_as_people_do(text: str, moment: str) -> None:
+    expected = datetime.fromisoformat(moment)
+    assert parse_time(text, NOW) == round(expected.timestamp() * 1000) * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "-", "yesterday", "nan", "inf", "2023-13-01", "25:00", "-10x", "-999999999d"],
+)
+def test_what_is_no_time_is_answered_with_what_is(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"time: .*14:00.*-10m.*1970; found"):
+        parse_time(text, NOW)
+
+
+def test_what_a_time_was_taken_for_is_said() -> None:
+    archive = an_archive(LOG)
+    moment = Moment(time_ns=parse_time("1970-01-01T00:00:02Z"))
+    lines = replay_lines(report_of(replay(archive, moment, ReferenceIndex)), moment)
+    assert "up to 1970-01-01T00:00:02.000+00:00 by the broker's clock" in lines
 
 
 # --- questions ----------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The log from its past: messages and holes in order, out of an archive or of the stream itself."""
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
+from datetime import time as clock_time
 from decimal import Decimal
 from heapq import merge
 
@@ -11,7 +13,17 @@ from kvatlas.events.bus import Bus, Message
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.schemas.errors import InvalidRequest
 
+#: how a moment may be written, for people
+TIME_FORMS = (
+    "a time of day here (14:00, 14:00:30), how long ago (-10m, -1h30m, -2d), a date and time"
+    " (2026-11-30T14:00+01:00, in UTC without an offset), or seconds since 1970"
+)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_NUMBER = r"\d{1,9}(?:\.\d{1,6})?"
+_AGO = re.compile(
+    rf"-(?=\d)(?:(?P<days>{_NUMBER})d)?(?:(?P<hours>{_NUMBER})h)?"
+    rf"(?:(?P<minutes>{_NUMBER})m(?:in)?)?(?:(?P<seconds>{_NUMBER})s?)?"
+)
 
 
 def archived_log(archive: Archive, last: int) -> Iterator[Message | Hole]:
@@ -53,19 +65,36 @@ async def stream_sequence_at(bus: Bus, broker_ns: int) -> int:
     return found
 
 
-def parse_time(text: str) -> int:
-    """Return a moment in ns since 1970: seconds since then, or ISO 8601, UTC unless it says else.
+def parse_time(text: str, now: datetime | None = None) -> int:
+    """Return a moment in ns since 1970, by one of TIME_FORMS; `now` is with its time zone.
 
-    Raises InvalidRequest.
+    A time of day is the last one that was: 14:00 is yesterday's in the morning. Raises
+    InvalidRequest, which names the forms.
     """
+    text, now = text.strip(), now or datetime.now().astimezone()
     with suppress(ArithmeticError, ValueError):
-        return _within_int64(int(Decimal(text) * 10**9))
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidRequest("time", f"{text!r} is neither ISO 8601 nor seconds") from error
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
+        if not text.startswith(("+", "-")):
+            return _within_int64(int(Decimal(text) * 10**9))
+    with suppress(OverflowError):
+        if text and (ago := _AGO.fullmatch(text)):
+            units = {unit: float(number) for unit, number in ago.groupdict().items() if number}
+            return _nanoseconds(now - timedelta(**units))
+        if (of_day := _time_of_day(text)) is not None:
+            moment = datetime.combine(now.date(), of_day, of_day.tzinfo or now.tzinfo)
+            return _nanoseconds(moment if moment <= now else moment - timedelta(days=1))
+        with suppress(ValueError):
+            moment = datetime.fromisoformat(text)
+            return _nanoseconds(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+    raise InvalidRequest("time", f"expected {TIME_FORMS}; found {text!r:.60}")
+
+
+def _time_of_day(text: str) -> clock_time | None:
+    with suppress(ValueError):
+        return clock_time.fromisoformat(text) if ":" in text else None
+    return None
+
+
+def _nanoseconds(moment: datetime) -> int:
     return _within_int64((moment - _EPOCH) // timedelta(microseconds=1) * 1000)
 
 
