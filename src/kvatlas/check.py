@@ -25,6 +25,7 @@ from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.indexer.index import PrefixIndex
+from kvatlas.indexer.reader import InstanceMatch, InstanceView
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import BatchArrived, PayloadRejected, ReportDivergence, stimulus_of
 from kvatlas.replay import Fold
@@ -441,9 +442,16 @@ class _Decisions:
                 self.check.contradict(f"{where} is called exact, the fold has it {trust}")
                 continue
             match = matches.get(instance)
-            true = match.num_blocks * decision.groups[group].block_tokens if match else 0
+            true = _reused_blocks(match, view) * decision.groups[group].block_tokens
             if num_tokens != true:
                 self.check.contradict(f"{where} matches {num_tokens} tokens, in the fold {true}")
+
+
+def _reused_blocks(match: InstanceMatch | None, view: InstanceView | None) -> int:
+    """Return the blocks of a match that the engine reuses."""
+    if match is None or view is None or view.info is None:
+        return 0 if match is None else match.num_blocks
+    return max(match.num_blocks - view.info.num_unreusable_trailing_blocks, 0)
 
 
 def _claims(decision: Decision) -> list[tuple[InstanceId, int, int]]:

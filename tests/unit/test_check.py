@@ -165,6 +165,14 @@ def test_a_new_epoch_begins_its_count_anew() -> None:
     assert check(an_archive(log)).num_contradictions == 0
 
 
+def test_a_match_is_what_the_engine_reuses_of_what_it_holds() -> None:
+    log = [a_batch(up(num_unreusable_trailing_blocks=1), stored(1, 2)), *LOG[1:]]
+    right = an_archive(log, a_decision(5, {"w1": 3}))
+    assert check(right).num_contradictions == 0
+    text = the_contradiction(an_archive(log, a_decision(5, {"w1": 4})), "decisions")
+    assert "w1/0 matches 16 tokens, in the fold 12" in text
+
+
 # --- order --------------------------------------------------------------------------------------
 
 
