@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvatlas.router import exposition
+from kvatlas.router import exposition, service
 from kvatlas.router.app import RouterApp, create_app
 from kvatlas.router.exposition import Exposition
 from kvatlas.router.metrics import MAX_COUNTED_WORKERS, ROUTED, WorkerCounts
-from testkit.fleet import Fleet, a_prompt
+from testkit.fleet import Fleet, a_prompt, a_request
 
 SLICES = 5
 
@@ -152,3 +152,32 @@ def test_the_counters_of_workers_are_bounded_between_scrapes() -> None:
     live = {f"w{number}" for number in range(MAX_COUNTED_WORKERS + 5)}
     samples = [sample for family in counts.families(live) for sample in family.samples]
     assert len(samples) == MAX_COUNTED_WORKERS
+
+
+@pytest.mark.parametrize("comes_true", [True, False])
+async def test_predictions_are_judged_by_what_the_worker_holds(comes_true: bool) -> None:
+    fleet = Fleet()
+    fleet.up("w1")
+    router = fleet.router()
+    app = create_app(router)
+    prompts = [a_prompt(64, start=1_000 * number) for number in range(20)]
+    for prompt in prompts:
+        router.route(a_request(prompt))
+        if comes_true:
+            fleet.holds("w1", prompt)
+    router.clock.advance(60)
+    router.score(a_request(a_prompt(64, start=99_000)))  # which lets them expire
+    text = (await asked(app, "/metrics")).text
+    assert f"kv_overlay_confirmed_total {20.0 * comes_true}" in text
+    assert f"kv_overlay_expired_total {20.0 * (not comes_true)}" in text
+
+
+async def test_predictions_are_judged_without_a_scrape_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_LAPSED", 3)
+    fleet = Fleet()
+    fleet.up("w1")
+    router = fleet.router()
+    for number in range(20):
+        router.route(a_request(a_prompt(64, start=1_000 * number)))
+        router.clock.advance(60)
+    assert router.overlay.num_lapsed <= 4

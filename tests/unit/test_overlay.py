@@ -56,7 +56,34 @@ def test_a_longer_match_of_another_branch_confirms_nothing(overlay: Overlay) -> 
 def test_a_prediction_ends_with_its_life(overlay: Overlay) -> None:
     overlay.expect("d1", LIFE_1, chain(("a", 10)), now=0.0)
     assert overlay.beyond(chain(("a", 10)), {}, now=2.0) == {}
+    overlay.settle(lambda *_: False, 1)
     assert (len(overlay), overlay.num_bytes, overlay.num_expired) == (0, 0, 1)
+
+
+def test_a_prediction_that_came_true_unseen_has_not_expired(overlay: Overlay) -> None:
+    for number in range(4):
+        overlay.expect(f"d{number}", LIFE_1, chain((f"{number}x", 10)), now=0.0)
+    overlay.beyond(chain(("z", 10)), {}, now=2.0)
+    asked: list[tuple[object, bytes]] = []
+
+    def is_held(life: object, last: bytes) -> bool:
+        asked.append((life, last))
+        return last != chain(("2x", 10))[-16:]
+
+    assert overlay.settle(is_held, 3)
+    assert not overlay.settle(is_held, 3)
+    assert asked == [(LIFE_1, chain((f"{n}x", 10))[-16:]) for n in range(4)]
+    assert (overlay.num_confirmed, overlay.num_expired) == (3, 1)
+
+
+def test_what_nobody_judges_is_bounded(overlay: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ENTRIES", 2)
+    for number in range(5):
+        overlay.expect(f"d{number}", LIFE_1, chain((f"{number}x", 10)), now=3.0 * number)
+    overlay.beyond(chain(("z", 10)), {}, now=60.0)
+    assert overlay.num_expired == 3
+    assert not overlay.settle(lambda *_: True, 9)
+    assert overlay.num_confirmed == 2
 
 
 def test_a_failed_request_takes_its_prediction_back(overlay: Overlay) -> None:

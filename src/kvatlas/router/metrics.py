@@ -45,6 +45,7 @@ def _label(name: str) -> str:
     return printable(name.replace("\\", r"\\"))
 
 
+CONFIRMED = "Predictions that came true"
 #: of a worker that has series
 LIVE_STATES = tuple(state for state in Trust if state is not Trust.gone)
 #: counters that have a worker as their label: name and text
@@ -350,6 +351,8 @@ class StateCollector(Collector):
 
     def _router(self) -> Iterable[Metric]:
         service = self._service
+        while service.settle_predictions(WORKERS_A_PART):  # what no route has judged yet
+            yield CounterMetricFamily("kv_overlay_confirmed", CONFIRMED)
         info = GaugeMetricFamily("kv_build_info", "1", labels=["version", "policy"])
         info.add_metric([__version__, service.policy.name], 1)
         yield info
@@ -383,7 +386,7 @@ class StateCollector(Collector):
                 "Reported times that cannot be true, from which no rate was learnt",
                 service.loads.num_implausible,
             ),
-            ("kv_overlay_confirmed", "Predictions that came true", service.overlay.num_confirmed),
+            ("kv_overlay_confirmed", CONFIRMED, service.overlay.num_confirmed),
             ("kv_overlay_expired", "Predictions that ran out", service.overlay.num_expired),
             ("kv_decisions_dropped", "Decisions lost to the log", service.log.num_dropped),
             (

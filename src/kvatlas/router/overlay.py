@@ -12,8 +12,8 @@ tens of table entries however long its chain is. Pure: callers pass the time.
 """
 
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from msgspec import Struct
@@ -52,6 +52,9 @@ class Overlay:
         #: An entry that has a mark of a chain has all of its marks above
         self._marks: dict[bytes, dict[Life, list[_Entry]]] = {}
         self._num_bytes = 0
+        #: what has expired, oldest first, until `settle` says whether it came true unseen: the
+        #: instance and the last hash of the chain, which stands for all before it
+        self._lapsed: deque[tuple[Life, bytes]] = deque()
         self.num_confirmed = self.num_expired = self.num_withdrawn = self.num_dropped = 0
 
     def __len__(self) -> int:
@@ -77,6 +80,23 @@ class Overlay:
         while len(self._entries) > MAX_ENTRIES or self._num_bytes > MAX_BYTES:
             self._drop(next(iter(self._entries)))
             self.num_dropped += 1
+
+    @property
+    def num_lapsed(self) -> int:
+        """Expired expectations that have not been judged yet."""
+        return len(self._lapsed)
+
+    def settle(self, is_held: Callable[[Life, bytes], bool], count: int) -> bool:
+        """Judge up to `count` expired expectations; return whether there are more.
+
+        One that its instance holds by now came true, though no request has asked for it since.
+        """
+        for _ in range(min(count, len(self._lapsed))):
+            if is_held(*self._lapsed.popleft()):
+                self.num_confirmed += 1
+            else:
+                self.num_expired += 1
+        return bool(self._lapsed)
 
     def withdraw(self, decision_id: str) -> None:
         """Take back an expectation: the request failed. None of this id is no error."""
@@ -127,7 +147,10 @@ class Overlay:
             if oldest.expires_at > now:
                 break
             self._drop(oldest.decision_id)
-            self.num_expired += 1
+            self._lapsed.append((oldest.life, _hash_at(oldest.chain, oldest.num_blocks)))
+            if len(self._lapsed) > MAX_ENTRIES:  # more than anybody has judged
+                self._lapsed.popleft()
+                self.num_expired += 1
 
     def _drop(self, decision_id: str) -> None:
         entry = self._entries.pop(decision_id)

@@ -22,7 +22,7 @@ from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
 from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Load, Loads
 from kvatlas.router.overdue import OverdueRequests
-from kvatlas.router.overlay import Overlay
+from kvatlas.router.overlay import Life, Overlay
 from kvatlas.router.plans import Lenders, plan_for
 from kvatlas.router.policies import Choice, Pick, Policy, picker, policy_named
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
@@ -49,6 +49,8 @@ from kvatlas.schemas.settings import RouterSettings
 MAX_RECORDED_CANDIDATES = 256
 #: workers left out that a decision names; beyond it the others are in /v1/workers only
 MAX_NAMED_LEFT_OUT = 4
+#: expired predictions that may wait for a scrape to be judged; beyond it each route judges some
+MAX_LAPSED, SETTLED_A_ROUTE = 8_192, 4
 #: the settings that a policy's choice depends on
 POLICY_SETTINGS = (
     "load_window_ms",
@@ -211,6 +213,8 @@ class RouterService:
         new_block = chain[-BLOCK_HASH_BYTES:] if is_new else b""
         self.overdue.routed(decision.id, instance, epoch, expected_ms, now, new_block)
         self.overlay.expect(decision.id, (instance, epoch), chain, now)
+        if self.overlay.num_lapsed > MAX_LAPSED:
+            self.settle_predictions(SETTLED_A_ROUTE)
         known = chain[:MAX_CHAIN_BYTES]
         # not by the name in the request: loads belong to the worker's own model
         model = lineup.infos[taken.chosen].model
@@ -272,6 +276,18 @@ class RouterService:
     def overdue_at(self, instance: InstanceId) -> str:
         """Say why an instance is suspected to answer no more; empty where it is not."""
         return self.overdue.reason(instance, self._clock())
+
+    def settle_predictions(self, count: int) -> bool:
+        """Find out of up to `count` expired predictions whether they came true.
+
+        Return whether there are more.
+        """
+        return self.overlay.settle(self._has_come_true, count)
+
+    def _has_come_true(self, life: Life, last_hash: bytes) -> bool:
+        instance, epoch = life
+        view = self.index.instance(instance)
+        return view is not None and view.epoch == epoch and self._holds(instance, last_hash)
 
     def load_shown(self, view: InstanceView) -> Load | None:
         """Return the load of an instance for those who look: it ends when the instance is gone."""
