@@ -10,6 +10,7 @@ from typing import Self
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.http_server import Served, http_server
 from kvatlas.router.app import RouterApp
+from kvatlas.router.archive_app import ArchiveApp
 from kvatlas.router.http.limits import HttpLimits
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.conditions import Conditions
@@ -76,7 +77,7 @@ class Face:
         self._is_port_shared, self._decides = is_port_shared, decides
         self._stack = contextlib.AsyncExitStack()
         self._served: Served | None = None
-        self._app: RouterApp | None = None
+        self._app: RouterApp | ArchiveApp | None = None
         self.url = ""
 
     @property
@@ -90,7 +91,7 @@ class Face:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def show(self, shown: RouterApp | None = None) -> None:
+    async def show(self, shown: RouterApp | ArchiveApp | None = None) -> None:
         """Answer with an application, by default with what the role waits for.
 
         Raises InvalidSetting for a port that cannot be had.

@@ -39,6 +39,7 @@ from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.warming import warm_kernels
 from kvatlas.role import Role, role
 from kvatlas.router.app import RouterApp, create_app
+from kvatlas.router.archive_app import ArchiveApp, ArchiveCollector
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import IndexFeed, RouterService
 from kvatlas.router.siblings import Siblings, SiblingState
@@ -80,10 +81,11 @@ async def serve_all(
         nats_url = await enter(broker_url(settings, it.conditions))
         bus = await enter(bus_of(settings, nats_url, it.conditions))
         await _connect(it, bus, settings)
-        await enter(_archive(settings, bus, it.stopped))
+        archiver = await enter(_archive(it, settings, bus))
         service = await enter(_index(settings, bus, it.stopped, folder))
         if not num_routers:
             app, siblings = await enter(_router(it, settings, bus, service.index, service))
+            _measure_archive(app, archiver)
             await enter(siblings)
             await face.show(app)
             urls["router"] = face.url
@@ -97,7 +99,9 @@ async def serve_all(
             urls |= {f"router_{n}": url for n, url in enumerate(processes.owned, 1)}
             await face.close()
             pages = await it.show(_face(it, settings, 0))
-            await pages.show(_index_app(it, settings, service))
+            index_app = _index_app(it, settings, service)
+            _measure_archive(index_app, archiver)
+            await pages.show(index_app)
             urls["indexer"] = pages.url
         it.announcement.now(**urls, nats=shown(nats_url), archive=settings.archive.url)
         await it.stopped.wait()
@@ -160,13 +164,21 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
 
 async def serve_archive(settings: Settings, as_json: bool) -> None:
     """Write the streams of an existing broker into the archive until SIGTERM or SIGINT."""
-    async with (
-        role(as_json) as it,
-        bus_of(settings, settings.nats.url, it.conditions) as bus,
-        connected(bus, settings),
-        _archive(settings, bus, it.stopped),
-    ):
-        it.announcement.now(archive=settings.archive.url, nats=shown(settings.nats.url))
+    async with role(as_json) as it:
+        at, nats_url = settings.router, settings.nats.url
+        limits = it.http_limits(at)
+        waiting = Face(it.wait, at, settings.archive.port, limits, decides=False)
+        face = await it.show(waiting)
+        await face.show()
+        bus = await it.parts.enter_async_context(bus_of(settings, nats_url, it.conditions))
+        it.announcement.soon(
+            it.wait, archive=settings.archive.url, health=face.url, nats=shown(nats_url)
+        )
+        await _connect(it, bus, settings)
+        archiver = await it.parts.enter_async_context(_archive(it, settings, bus))
+        if archiver is not None:
+            await face.show(ArchiveApp(archiver, it.wait))
+        it.announcement.now(archive=settings.archive.url, health=face.url, nats=shown(nats_url))
         await it.stopped.wait()
 
 
@@ -289,20 +301,23 @@ def _measure(app: RouterApp, service: IndexService) -> None:
     app.metrics.registry.register(DeadLetterCollector(service))
 
 
+def _measure_archive(app: RouterApp, archiver: Archiver | None) -> None:
+    if archiver is not None:
+        app.metrics.registry.register(ArchiveCollector(archiver))
+
+
 @contextlib.asynccontextmanager
-async def _archive(
-    settings: Settings, bus: Bus, stopped: asyncio.Event
-) -> AsyncGenerator[None, None]:
+async def _archive(it: Role, settings: Settings, bus: Bus) -> AsyncGenerator[Archiver | None, None]:
     if not settings.archive.url:
-        yield
+        yield None
         return
     from kvatlas.events.sql_archive import SqlArchive  # 0.2 s, which the other roles are spared
 
     archive = await asyncio.to_thread(SqlArchive, settings.archive.url)
     with archive:
         async with (
-            Archiver(bus, archive) as archiver,
-            stopping_with(archiver.ended.wait(), stopped),
+            Archiver(bus, archive, conditions=it.conditions) as archiver,
+            stopping_with(archiver.ended.wait(), it.stopped),
         ):
-            yield
+            yield archiver
             await archiver.finish(CATCH_UP_SECONDS)

@@ -1,21 +1,25 @@
 """Disks that are full and have room again: it is said, and everything goes on by itself."""
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvatlas.events import store_watch
 from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.embedded_keeper import EmbeddedKeeper
 from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.schemas.conditions import BROKER_UNHEALTHY, LOG_NOT_STORED, ConditionChange, Conditions
+from testkit.commands import running
 from testkit.disks import fill, small_disk
-from testkit.waiting import until
+from testkit.waiting import until, until_told
 
 DISK_MB = 32
 SUBJECT = "kv.events.model.w1.0"
@@ -119,3 +123,44 @@ async def test_a_subject_that_is_stored_shows_nothing_while_another_is_refused(
             await publisher.publish(SUBJECT, b"1")
             await asyncio.sleep(0.05)
         assert begun == []
+
+
+async def test_an_archive_on_a_full_disk_is_not_ready_and_loses_nothing(
+    tmp_path: Path, disk: Path
+) -> None:
+    archive = f"sqlite:///{disk}/kvatlas.db"
+    async with (
+        embedded_server(tmp_path / "nats") as server,
+        NatsBus(server.url) as bus,
+        running("archive", "--nats", server.url, "--archive", archive, "--json") as addresses,
+        aiohttp.ClientSession(addresses["health"]) as session,
+    ):
+
+        async def status(path: str = "/readyz") -> tuple[int, str]:
+            async with session.get(path) as answer:
+                return answer.status, await answer.text()
+
+        async def is_status(expected: int) -> bool:
+            return (await status())[0] == expected
+
+        assert (await status("/healthz"))[0] == 200
+        await until_told(lambda: is_status(200))
+        publisher = bus.publisher(KV_EVENTS)
+        ballast = fill(disk)
+        for _ in range(20):
+            await publisher.publish(SUBJECT, os.urandom(1 << 15))
+        await publisher.flush()
+        await until_told(lambda: is_status(503))
+        assert "what comes waits in the log" in (await status())[1]
+        assert 'kv_condition{condition="archive_not_written"} 1.0' in (await status("/metrics"))[1]
+        ballast.unlink()
+        await until_told(lambda: is_status(200))
+
+        async def is_archived() -> bool:
+            found = json.loads((await status())[1])
+            return bool(found["cursors"][KV_EVENTS] == 20)
+
+        await until_told(is_archived)
+        assert "kv_archive_stream_sequence" in (await status("/metrics"))[1]
+    with SqlArchive(archive, must_exist=True) as opened:
+        assert len(list(opened.read_events(1, 20))) == 20

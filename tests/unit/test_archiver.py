@@ -12,6 +12,7 @@ from kvatlas.events.codec import encode
 from kvatlas.events.memory_archive import MemoryArchive
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
+from kvatlas.schemas.conditions import ARCHIVE_NOT_WRITTEN, Conditions
 from kvatlas.schemas.errors import ArchiveMismatch, ArchiveUnavailable, StreamRefused
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch
 from testkit.builders import a_batch, a_control, subject_of
@@ -302,3 +303,37 @@ async def test_the_end_waits_for_no_broker_and_keeps_what_was_read(
         await publish(bus, a_batch(seq=2))
         await archiver.finish(0.01)
     assert numbers(archive) == [1]
+
+
+async def test_an_archive_that_is_away_is_a_condition_until_all_is_written(
+    bus: MemoryBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive, conditions = GatedArchive(), Conditions()
+    archive.is_away = True
+    async with Archiver(bus, archive, settings=FAST, conditions=conditions) as archiver:
+        await publish(bus, a_batch())
+        await until(lambda: archiver.num_failures > 3)
+        expected = "gone fishing; what comes waits in the log"
+        assert conditions.reasons == {ARCHIVE_NOT_WRITTEN: expected}
+        archive.is_away = False
+        await archiver.caught_up()
+        assert conditions.present == ()
+    assert numbers(archive) == [1]
+    assert caplog.messages == []
+
+
+async def test_without_conditions_an_archive_that_is_away_is_logged_once(
+    bus: MemoryBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = GatedArchive()
+    archive.is_away = True
+    async with Archiver(bus, archive, settings=FAST) as archiver:
+        await publish(bus, a_batch())
+        await until(lambda: archiver.num_failures > 3)
+        archive.is_away = False
+        await archiver.caught_up()
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "archive_not_written",
+        caplog.messages[-1],
+    ]
+    assert caplog.messages[-1].startswith("archive_not_written is over after")

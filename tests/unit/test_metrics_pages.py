@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from prometheus_client import generate_latest
 
+from kvatlas.events.archiver import Archiver
+from kvatlas.events.memory_archive import MemoryArchive
 from kvatlas.events.memory_bus import MemoryBroker
 from kvatlas.indexer import ReferenceIndex
 from kvatlas.indexer.dead_letter_metrics import DeadLetterCollector
@@ -16,6 +18,7 @@ from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.router.app import create_app
+from kvatlas.router.archive_app import ArchiveCollector
 from kvatlas.router.http.hosts import HostRules
 from kvatlas.router.http.limits import Bounds, HttpLimits
 from testkit.fleet import Fleet, StillFeed
@@ -41,6 +44,7 @@ def shown() -> set[str]:
     service.snapshots.headroom, service.snapshots.log_first = 5, 1
     app.metrics.registry.register(SnapshotCollector(service))
     app.metrics.registry.register(DeadLetterCollector(service))
+    app.metrics.registry.register(ArchiveCollector(Archiver(bus, MemoryArchive())))
     app.served_under(HttpLimits(Bounds()), HostRules.accepting_any())
     exposition = generate_latest(app.metrics.registry).decode()
     named = set(re.findall(r"^# HELP (\S+)", exposition, re.MULTILINE))

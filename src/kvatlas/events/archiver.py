@@ -22,6 +22,7 @@ from kvatlas.events.bus import Bus, Message, Subscription
 from kvatlas.events.codec import decode
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS
 from kvatlas.events.subjects import parse_events_subject
+from kvatlas.schemas.conditions import ARCHIVE_NOT_WRITTEN, Conditions, log_changes
 from kvatlas.schemas.errors import (
     ArchiveMismatch,
     ArchiveUnavailable,
@@ -53,11 +54,11 @@ class Archiver:
     """Keeps an archive at the end of its streams for as long as it is entered.
 
     Starts behind what the archive has, and leaves when all that it had received is written. An
-    archive that is away is tried again and again (`num_failures`), meanwhile the stream keeps what
-    comes. Entering raises ArchiveMismatch when the archive holds another log, ArchiveUnavailable,
-    BusUnavailable and StreamRefused. A log that begins anew ends it, which `failure` tells and
-    leaving raises; leaving raises ArchiveUnavailable when the rest cannot be written, which then
-    comes with the next start.
+    archive that is away, or on a full disk, is tried again and again (`num_failures`), which is a
+    condition meanwhile, and the stream keeps what comes. Entering raises ArchiveMismatch when the
+    archive holds another log, ArchiveUnavailable, BusUnavailable and StreamRefused. A log that
+    begins anew ends it, which `failure` tells and leaving raises; leaving raises ArchiveUnavailable
+    when the rest cannot be written, which then comes with the next start.
     """
 
     def __init__(
@@ -67,9 +68,14 @@ class Archiver:
         *,
         streams: Sequence[str] = (KV_EVENTS, KV_DECISIONS),
         settings: ArchiverSettings | None = None,
+        conditions: Conditions | None = None,
     ) -> None:
         self._bus, self._archive = bus, archive
         self._settings = settings or ArchiverSettings()
+        if conditions is None:
+            conditions = Conditions()
+            log_changes(conditions, _logger)
+        self._conditions = conditions
         self._feeds = [_Feed(name, self._settings, self._wake) for name in streams]
         self._news = asyncio.Event()
         self._closing = asyncio.Event()
@@ -189,9 +195,12 @@ class Archiver:
                 if not following.done():
                     break
                 try:
-                    return following.result()
+                    following.result()
+                    self._conditions.end(ARCHIVE_NOT_WRITTEN, source=f"follow {feed.stream_name}")
+                    return
                 except (BusUnavailable, StreamRefused) as error:
-                    _logger.warning("%s is not followed yet: %s", feed.stream_name, error)
+                    reason = f"{feed.stream_name} is not followed: {error}"
+                    self._note_trouble(reason, f"follow {feed.stream_name}")
                 await self._pause(self._settings.retry_seconds)
         finally:
             closing.cancel()
@@ -209,12 +218,17 @@ class Archiver:
                 self.num_failures += 1
                 if self._closing.is_set():
                     raise
-                _logger.warning("the archive is away, trying again: %s", error)
+                self._note_trouble(str(error), feed.stream_name)
             await self._pause(pause)
             pause = min(2 * pause, 10 * self._settings.retry_seconds)
+        self._conditions.end(ARCHIVE_NOT_WRITTEN, source=feed.stream_name)
         self.num_written += len(taken)
         feed.stored = _end(taken[-1])
         self._progress.set()
+
+    def _note_trouble(self, reason: str, source: str) -> None:
+        waits = "what comes waits in the log"
+        self._conditions.begin(ARCHIVE_NOT_WRITTEN, f"{reason}; {waits}", source=source)
 
     async def _pause(self, seconds: float) -> None:
         try:

@@ -60,12 +60,12 @@ class WaitingApp:
             case "GET", "/healthz":
                 await send_answer(send, encoded(Health("ok", __version__)))
             case "GET", "/metrics":
-                await _send(send, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+                await send_body(send, generate_latest(self._registry), CONTENT_TYPE_LATEST)
             case "GET", "/":
                 page = (files("kvatlas.router") / "page.html").read_bytes()
-                await _send(send, page, "text/html; charset=utf-8", _PAGE_HEADERS)
+                await send_body(send, page, "text/html; charset=utf-8", _PAGE_HEADERS)
             case "GET", "/openapi.json":
-                await _send(send, _document(self._decides), "application/json")
+                await send_body(send, _document(self._decides), "application/json")
             case _:
                 await send_answer(send, problem(503, self._wait.why))
 
@@ -99,9 +99,10 @@ _PAGE_HEADERS = (
 )
 
 
-async def _send(
+async def send_body(
     send: Send, body: bytes, media_type: str, more: tuple[tuple[bytes, bytes], ...] = ()
 ) -> None:
+    """Answer with a whole body."""
     headers = [
         (b"content-type", media_type.encode()),
         (b"content-length", b"%d" % len(body)),

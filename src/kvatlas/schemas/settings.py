@@ -230,6 +230,9 @@ class ArchiveSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Where batches and decisions are kept; an empty `url` keeps none."""
 
     url: str = ""
+    #: where `kvatlas archive` says how it does (/healthz, /readyz, /metrics), at router.host; 0
+    #: takes a free one
+    port: Port = 0
 
 
 class ReportingSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
