@@ -92,7 +92,7 @@ class MemoryBroker:
     def bucket(self, name: str) -> MemoryBucket:
         """Return a bucket, a new one if there is none."""
         if name not in self._buckets:
-            self._buckets[name] = MemoryBucket(self.clock, self._is_clock_ours, self._now_ns)
+            self._buckets[name] = MemoryBucket(self.clock, self._is_clock_ours, self.now_ns)
         return self._buckets[name]
 
     def object_bucket(self, name: str) -> ObjectBucket:

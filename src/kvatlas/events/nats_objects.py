@@ -186,7 +186,7 @@ class NatsObjects:
             return None
         try:
             meta = msgspec.json.decode(message.data or b"", type=_Meta)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             _logger.warning("no object at %s: %s", subject, error)
             return None
         stored_ns = int(message.time.timestamp() * 1e9) if message.time else 0

@@ -37,12 +37,13 @@ from kvatlas.router.signals import (
 )
 from kvatlas.schemas.errors import (
     BusUnavailable,
+    MalformedBatch,
     MalformedSignal,
     RequestFailed,
     UnknownDecision,
 )
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.routing import Decision
+from kvatlas.schemas.routing import Decision, decode_decision
 
 #: between two signs of life of a router that has nothing else to say
 ALIVE_SECONDS = 1.0
@@ -228,8 +229,8 @@ class Siblings:
         try:
             subject = router_subject(router_of(decision_id))
             answer = await self._bus.request(subject, decision_id.encode(), ASK_SECONDS)
-            return msgspec.msgpack.decode(answer, type=Decision)
-        except (BusUnavailable, RequestFailed, msgspec.DecodeError):
+            return decode_decision(answer)
+        except (BusUnavailable, RequestFailed, MalformedBatch):
             raise UnknownDecision(decision_id) from None
 
     def _hear(self, payload: bytes) -> None:

@@ -160,7 +160,7 @@ def decode_source_announced(payload: bytes) -> SourceAnnounced:
 def _decode(decoder: "msgspec.msgpack.Decoder[_M]", payload: bytes) -> _M:
     try:
         message = decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         version = _version_of(payload)
         if version > TRANSFER_VERSION:
             raise UnsupportedVersion(version, TRANSFER_VERSION) from error
@@ -174,7 +174,7 @@ def _version_of(payload: bytes) -> int:
     """Return the version in a payload whose shape is not ours; 0 when there is none."""
     try:
         raw: Any = msgspec.msgpack.decode(payload)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return 0
     match raw:
         case [str(), int(version), *_]:

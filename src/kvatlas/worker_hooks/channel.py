@@ -161,7 +161,7 @@ class ChannelServer:
                 while (frame := await _read_frame(reader)) is not None:
                     try:
                         question = _questions.decode(frame)
-                    except msgspec.DecodeError:
+                    except (msgspec.DecodeError, RecursionError):
                         self.num_malformed += 1
                         break
                     answers.create_task(self._reply(question, writer))
@@ -278,7 +278,7 @@ class SidecarChannel:
                 asked = self._open.pop(answer.id, None)
                 if asked is not None and not asked.done():
                     asked.set_result(answer)
-        except (OSError, MalformedBatch, msgspec.DecodeError):
+        except (OSError, MalformedBatch, msgspec.DecodeError, RecursionError):
             pass  # the connection is of no use any more, like one that the sidecar closed
         finally:
             self._writer = None

@@ -157,5 +157,5 @@ def decode_raw(record: bytes) -> RawEvent:
     """Return the event of a record, or raise MalformedEvent."""
     try:
         return _decoder.decode(record)
-    except (msgspec.DecodeError, InvalidBlock) as error:
+    except (msgspec.DecodeError, RecursionError, InvalidBlock) as error:
         raise MalformedEvent(str(error)) from error

@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 import secrets
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class SharedArrays:
         return self._folder.shortage(num_bytes)
 
     def zeros(self, name: str, shape: tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
-        num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+        num_bytes = prod(shape) * np.dtype(kind).itemsize
         return self._made(name, num_bytes, is_filled=True).view(kind).reshape(shape)
 
     def bind(self, arrays: ReadArrays, layout: Layout) -> None:
@@ -184,11 +185,11 @@ class MappedArrays:
         kind, columns = _SHAPES[name]
         shape = (num_lines, columns) if columns else (num_lines,)
         with open(open_file(self._folder / file, os.O_RDONLY), "rb") as opened:
-            num_bytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+            num_bytes = prod(shape) * np.dtype(kind).itemsize
             if os.fstat(opened.fileno()).st_size < num_bytes:
                 raise ValueError(f"{file} is shorter than its {num_bytes} bytes")
             region = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         address = np.frombuffer(region, np.uint8).ctypes.data
         # kernels are compiled for arrays that may be written to; this memory may not, and would say
-        content = (_C_TYPES[kind] * int(np.prod(shape))).from_address(address)
+        content = (_C_TYPES[kind] * prod(shape)).from_address(address)
         return np.ctypeslib.as_array(content).reshape(shape), region

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.arrays import ReadArrays
@@ -23,7 +24,8 @@ class AttachedIndex:
         self._handle = np.zeros(0, np.uint64)
 
     def take(self, header: np.ndarray[tuple[int], np.dtype[np.uint64]], arrays: ReadArrays) -> None:
-        """Ask these arrays from now on."""
+        """Ask these arrays from now on. Raises ValueError for a layout that is not theirs."""
+        check_layout(header, arrays)
         self._arrays = arrays
         self._state[kernel.MULTIPLIER] = header[h.MULTIPLIER]
         self._state[kernel.DIRECTORY_SHIFT] = header[h.DIRECTORY_SHIFT]
@@ -73,3 +75,15 @@ class AttachedIndex:
                 for tier in Tier:
                     if live >> (8 * byte + tier) & 1:
                         yield group * kernel.GROUP + byte, tier
+
+
+def check_layout(header: NDArray[np.uint64], arrays: ReadArrays) -> None:
+    """Raise ValueError unless a search by the header's layout stays within the arrays."""
+    shift, bits = int(header[h.DIRECTORY_SHIFT]), int(header[h.SEGMENT_BITS])
+    if not (2 <= bits <= 32 and 32 <= shift <= 63):
+        raise ValueError(f"segments of 2**{bits} cells, a directory of 2**{64 - shift}")
+    if len(arrays.directory) != 1 << (64 - shift) or len(arrays.cells) % (1 << bits):
+        raise ValueError(
+            f"{len(arrays.directory)} entries and {len(arrays.cells)} cells, expected"
+            f" {1 << (64 - shift)} and segments of {1 << bits}"
+        )

@@ -232,7 +232,10 @@ class AttachedState:
                 return True, nothing
             self._asked_layout = layout
             answer = ask()
-        except (OSError, KeyError, IndexError, ValueError, msgspec.DecodeError) as error:
+        except (
+            *(OSError, KeyError, IndexError, ValueError, OverflowError),
+            *(msgspec.DecodeError, RecursionError),
+        ) as error:
             # half of a change: files that are gone, numbers that stand for nobody
             if fence_kernel.is_unchanged(header, version):
                 self._complain(error)
@@ -259,7 +262,9 @@ class AttachedState:
         if generation != self._fleet_generation:
             token = int(header[h.TOKEN])
             with (self._folder / f"{token:016x}.fleet.{generation}").open("rb") as opened:
-                content = opened.read(int(header[h.FLEET_BYTES]))
+                # no more than there is, whatever the header says
+                size = os.fstat(opened.fileno()).st_size
+                content = opened.read(min(int(header[h.FLEET_BYTES]), size))
             self._take_fleet(self._decode(content))
             self._fleet_generation = generation
         return self._fleet is not None
