@@ -41,7 +41,7 @@ TENANT = BlockHasher(DESCRIPTOR.namespace(MODEL, None, "tenant"))
 #: what the tenant may tell at once, and what it tells
 BURST, FLOOD = 20, range(1, 41)
 
-minors = pytest.mark.parametrize("wire_version", [100, WIRE_VERSION])
+minors = pytest.mark.parametrize("wire_version", [100, 101, WIRE_VERSION])
 
 
 @pytest.fixture(params=["memory", "nats"])
