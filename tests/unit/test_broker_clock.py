@@ -1,11 +1,14 @@
 """What time it is at the broker, with hosts whose clocks differ."""
 
+import re
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
+import kvatlas
 from kvatlas.events.broker_clock import BrokerClock
 from kvatlas.events.codec import encode
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
@@ -93,3 +96,36 @@ async def test_a_broker_with_another_clock_makes_no_event_older_or_younger(bus: 
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             (worker,) = (await client.get("/v1/workers")).json()["workers"]
         assert 0 < worker["last_event_age_ms"] < LIMIT_MS
+
+
+#: files that read this host's wall clock: for people, for names, and in engines' own formats
+WALL_CLOCKS = {
+    "events/folder_objects.py",  # files of this host
+    "events/leases.py",  # within a day of the broker's (ADR-0021)
+    "events/memory_bus.py",  # is the broker
+    "events/memory_keys.py",
+    "events/nats_objects.py",
+    "events/replay.py",  # what a person means by 14:00
+    "indexer/service.py",
+    "quarantine_command.py",
+    "reference_http.py",
+    "reference_worker.py",
+    "router/service.py",
+    "worker_hooks/captures.py",
+    "worker_hooks/sidecar_service.py",  # epochs, which rise whatever the clock says
+    "worker_hooks/transfer/nixl_process.py",
+    "worker_hooks/vllm_plugin/plugin.py",
+}
+
+
+def test_wall_clocks_are_read_where_no_other_hosts_time_is_near() -> None:
+    """What another host dates is compared with `Bus.clock_offset_ns`; waiting is monotonic."""
+    sources = Path(kvatlas.__file__).parent
+    reads = re.compile(r"\btime\.time(_ns)?\b|datetime\.(now|utcnow)\b|date\.today\b")
+    found = {
+        str(file.relative_to(sources))
+        for file in sources.rglob("*.py")
+        if reads.search(file.read_text())
+    }
+    assert found <= WALL_CLOCKS, "is the time of another host compared with it?"
+    assert "Date" not in (sources / "router" / "page.html").read_text()

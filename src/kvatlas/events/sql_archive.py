@@ -271,7 +271,7 @@ class SqlArchive:
             num_rows += self._rows(sa.select(sa.func.count()).select_from(table))[0][0]
             keys = [each for each in table.columns if each.primary_key]
             for column in table.columns:
-                bad = _is_damaged(column, is_sqlite=self._file is not None)
+                bad = _is_damaged(column, is_sqlite=self._engine.dialect.name == "sqlite")
                 if bad is None:
                     continue
                 query = _plain(*keys, column).where(bad).limit(MAX_DAMAGED)
