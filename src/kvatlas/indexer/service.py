@@ -376,7 +376,9 @@ class IndexService:
         for key, num_bytes in said.items():
             instance = InstanceId(*key)
             known = self.state.instance(instance)
-            if not self._budgets.take(instance, num_bytes, broker_ns) and known and self.is_ready:
+            if known is None:  # a name that somebody speaks in costs no bucket
+                continue
+            if not self._budgets.take(instance, num_bytes, broker_ns) and self.is_ready:
                 self._propose(instance, known.epoch, "throttled")
 
     def _give_up(self, instance: InstanceId) -> None:
