@@ -162,6 +162,45 @@ def test_a_corrupt_record_costs_what_waits_and_not_more(
     assert reader.read() == [b"3"]
 
 
+@pytest.mark.parametrize("word", [2, 8, 9, 10, 16, 17, 18])
+def test_any_number_in_the_header_costs_what_waits_and_not_more(tmp_path: Path, word: int) -> None:
+    """Head, tail and counts may be anything; what comes later is read, and the loss is told."""
+    for number in (0, 1, 7, 8, CAPACITY, CAPACITY + 8, 2**31, 2**62, 2**63 + 1, 2**64 - 1):
+        writer = RingWriter.create(tmp_path / "ring", CAPACITY)
+        reader = RingReader(writer.path)
+        assert writer.append(b"before")
+        assert reader.read() == [b"before"]
+        reader.close()
+        with writer.path.open("r+b") as file:
+            file.seek(8 * word)
+            file.write(struct.pack("=Q", number))
+        reader = RingReader(writer.path)
+        seen: list[bytes | Lost] = []
+        for _ in range(2_200):  # a record that is not readable yet is looked at again
+            seen += reader.read()
+        for _ in range(3):
+            writer.append(b"after")
+            for _ in range(1_100):
+                seen += reader.read()
+        assert seen[-1] == b"after", (number, seen)
+        assert len(seen) < 20
+        reader.close()
+        writer.close()
+
+
+@pytest.mark.parametrize("capacity", [0, 8, 4_095, 6_000, 12_288])
+def test_a_capacity_that_no_writer_makes_is_refused(tmp_path: Path, capacity: int) -> None:
+    writer = RingWriter.create(tmp_path / "ring", CAPACITY)
+    data_bytes = writer.path.stat().st_size - CAPACITY
+    writer.close()
+    with writer.path.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("=Q", capacity))
+        file.truncate(data_bytes + capacity)
+    with pytest.raises(RingUnusable):
+        RingReader(writer.path)
+
+
 def test_a_reader_that_sleeps_is_woken_by_a_record(writer: RingWriter, reader: RingReader) -> None:
     writer.append(b"1")
     assert not reader.fall_asleep()

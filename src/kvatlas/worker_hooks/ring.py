@@ -61,6 +61,9 @@ _CHANGE = "name another path for the ring"
 _LOSS_BIT = 1 << 31
 _WRAP = 2**32 - 1
 _U32 = 2**32 - 1
+_MIN_CAPACITY = 4_096
+#: records begin at multiples of 8
+_ALIGNED = 2**64 - 8
 #: looks at a record whose check does not match before all that waits is given up as lost
 _MAX_LOOKS = 1000
 #: bytes of the file whose locks say who writes and who reads
@@ -118,7 +121,9 @@ class _Ring:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, lock)
                 header = struct.unpack("=2Q", self._file.read(16))
                 size = os.fstat(self._file.fileno()).st_size
-                if header[0] != _MAGIC or size != _DATA + header[1]:
+                capacity = header[1]
+                is_power = capacity >= _MIN_CAPACITY and not capacity & capacity - 1
+                if header[0] != _MAGIC or not is_power or size != _DATA + capacity:
                     raise RingUnusable(path, "no ring of this version")
                 self._map = mmap.mmap(self._file.fileno(), 0)
             except (OSError, ValueError, struct.error) as error:
@@ -169,8 +174,9 @@ class RingWriter(_Ring):
         `lists` promises that the writer appends all that it holds whenever the reader wants it.
         Raises RingUnusable, also where there is no room; ForeignFile where no ring lies there.
         """
-        if capacity_bytes < 4096 or capacity_bytes & capacity_bytes - 1:
-            raise RingUnusable(path, f"{capacity_bytes} bytes, expected a power of two from 4096")
+        if capacity_bytes < _MIN_CAPACITY or capacity_bytes & capacity_bytes - 1:
+            problem = f"{capacity_bytes} bytes, expected a power of two from {_MIN_CAPACITY}"
+            raise RingUnusable(path, problem)
         num_bytes = _DATA + capacity_bytes
         fresh = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         try:
@@ -277,7 +283,7 @@ class RingReader(_Ring):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _READER_LOCK)
-        self._tail = self._words[_TAIL]
+        self._tail = self._words[_TAIL] & _ALIGNED
         self._num_looks = 0
         self._words[_ASLEEP] = 0
         self._pipe = -1
@@ -338,7 +344,12 @@ class RingReader(_Ring):
     def read(self, max_bytes: int = 1024 * 1024) -> list[bytes | Lost]:
         """Take the records that wait, oldest first, until about `max_bytes`; never waits."""
         taken: list[bytes | Lost] = []
-        head = self._words[_HEAD]
+        head = self._words[_HEAD] & _ALIGNED
+        if not 0 <= head - self._tail <= self.capacity:
+            # no writer of ours wrote that: go on from there, or nothing would ever be read again
+            self._tail = self._words[_TAIL] = head
+            self._num_looks = 0
+            return [Lost(1)]
         end = min(head, self._tail + max_bytes)
         tail = self._tail
         while tail < end:
@@ -370,7 +381,7 @@ class RingReader(_Ring):
         if _check(payload, tail) != check:
             return None
         if length & _LOSS_BIT:
-            self._tell(int.from_bytes(payload, "little"), taken)
+            self._tell(int.from_bytes(payload[:8], "little"), taken)
         else:
             taken.append(payload)
         return after
