@@ -5,6 +5,7 @@ POST /v1/completions   serve a prompt, with the router's plan in `kv_transfer_pa
 POST /v1/reset         forget the cache
 GET  /v1/models        the one that it serves
 GET  /v1/kv/digest     what the engine itself says that it holds, for comparison with the index
+GET  /metrics          what its sidecar counts, for Prometheus
 GET  /health           503 while the worker drains
 """
 
@@ -30,12 +31,13 @@ from kvatlas.schemas.errors import (
     RequestTooSlow,
     UnsupportedContentType,
 )
-from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import RouterSettings
 from kvatlas.worker_hooks.channel import SidecarChannel
 from kvatlas.worker_hooks.reference.engine import ReferenceEngine
 from kvatlas.worker_hooks.reference.requests import Completion
+from kvatlas.worker_hooks.sidecar_metrics import exposition
 
 JSON = "application/json"
 MSGPACK_TYPES = ("application/x-msgpack", "application/msgpack", "application/vnd.msgpack")
@@ -75,6 +77,9 @@ _json_requests = msgspec.json.Decoder(_CompletionRequest[_Tokens])
 _msgpack_requests = msgspec.msgpack.Decoder(_CompletionRequest[bytes | _Tokens])
 _TEXT_PROMPT = re.compile(r"got `str` - at `\$\.prompt\b")
 
+#: of a worker whose name no client asks for
+UNNAMED = InstanceId("reference", 0)
+
 
 def create_worker_app(
     engine: ReferenceEngine,
@@ -82,6 +87,7 @@ def create_worker_app(
     model: str,
     is_draining: Callable[[], bool] = lambda: False,
     max_body_bytes: int = RouterSettings().max_body_bytes,
+    instance: InstanceId = UNNAMED,
 ) -> FastAPI:
     """Return the HTTP application of one reference worker."""
     app = FastAPI(title="kvatlas reference worker", docs_url=None, redoc_url=None)
@@ -126,6 +132,11 @@ def create_worker_app(
         held = digest_of(engine.store.pool.cached_hashes())
         digests = {Tier.hbm.name: {"count": held.count, "xor": f"{held.xor:016x}"}}
         return _json({"epoch": flushed.epoch, "seq": flushed.seq, "digests": digests})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = exposition(instance, await channel.status())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/health")
     async def health() -> Response:

@@ -19,6 +19,7 @@ from kvatlas.schemas.errors import (
     SidecarEnded,
 )
 from kvatlas.schemas.fleet import KvLayout
+from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.settings import Settings
 from kvatlas.stopping import Stopped
 from kvatlas.worker_hooks.channel import SidecarChannel
@@ -79,7 +80,12 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
             _engine(options, server.url, folder, stopped) as (engine, channel, sidecar),
             server.serving(
                 create_worker_app(
-                    engine, channel, options.model, lambda: stopped.is_draining, at.max_body_bytes
+                    engine,
+                    channel,
+                    options.model,
+                    lambda: stopped.is_draining,
+                    at.max_body_bytes,
+                    InstanceId(options.name, 0),
                 )
             ) as served,
         ):

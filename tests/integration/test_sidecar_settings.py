@@ -38,10 +38,11 @@ REPORTING = {
     for field in msgspec.structs.fields(ReportingSettings)
 }
 NIXL = NixlSettings("tcp", True, 7.0, 0.7, 7, 77, 7.0)
+METRICS = "127.0.0.1:9"
 SETTINGS = Settings(
     log=LogSettings(replicas=3),
     fleet=FleetSettings(key="ab" * 16, block_hash="sha256", wire_version=100),
-    sidecar=SidecarSettings(**REPORTING),
+    sidecar=SidecarSettings(**REPORTING, metrics_address=METRICS),
     nixl=NIXL,
 )
 TOLD = REPORTING | {
@@ -49,6 +50,7 @@ TOLD = REPORTING | {
     "fleet_key": bytes.fromhex("ab" * 16),
     "wire_version": 100,
     "nixl": NIXL,
+    "metrics_address": METRICS,
 }
 
 Starts = Callable[[Path], object]

@@ -21,6 +21,7 @@ from kvatlas.router.app import create_app
 from kvatlas.router.archive_app import ArchiveCollector
 from kvatlas.router.http.hosts import HostRules
 from kvatlas.router.http.limits import Bounds, HttpLimits
+from kvatlas.worker_hooks import sidecar_metrics
 from testkit.fleet import Fleet, StillFeed
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,7 @@ def shown() -> set[str]:
     app.served_under(HttpLimits(Bounds()), HostRules.accepting_any())
     exposition = generate_latest(app.metrics.registry).decode()
     named = set(re.findall(r"^# HELP (\S+)", exposition, re.MULTILINE))
+    named |= set(sidecar_metrics.FAMILIES)
     return named | WITH_SIBLINGS
 
 

@@ -275,6 +275,9 @@ class SidecarSettings(ReportingSettings, frozen=True, forbid_unknown_fields=True
     #: how long a pull may take before the engine computes instead; long makes a request wait for a
     #: peer that is slower than computing, short gives up pulls that would have paid
     pull_deadline_seconds: Positive = 2.0
+    #: host:port where a sidecar or bridge answers `GET /metrics`; empty: nowhere. Each on a host
+    #: needs its own, and reference workers answer at their own address as well
+    metrics_address: str = ""
     #: a reference worker that leaves says so first and then serves on for so long, since routers
     #: have just sent requests to it; long delays each update. 0: ends at once
     drain_seconds: Drain = 5.0

@@ -91,6 +91,9 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     #: how blocks travel: `nixl`, `memory` within one process, `none`
     transport: Annotated[str, Meta(pattern="^(nixl|memory|none)$")] = "nixl"
 
+    #: host:port for Prometheus, see sidecar_metrics.py; empty serves none
+    metrics_address: str = ""
+
     #: with `nixl`
     nixl: NixlSettings = NixlSettings()
 
@@ -125,6 +128,8 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
         if self.num_slots and not (self.pool_path and self.block_bytes):
             problem = f"{self.num_slots} slots need pool_path and block_bytes"
             raise InvalidSetting("num_slots", "sidecar", problem)
+        if self.metrics_address and host_and_port(self.metrics_address) is None:
+            raise InvalidSetting("sidecar.metrics_address", "sidecar", "expected host:port")
         if self.p2p_address and host_and_port(self.p2p_address) is None:
             raise InvalidSetting("p2p_address", "sidecar", "expected host:port")
         for file in filter(None, (self.creds_file, self.nkey_file)):
@@ -209,4 +214,5 @@ def shared_options(settings: Settings) -> dict[str, Any]:
         "fleet_key": settings.fleet.key_bytes,
         "wire_version": settings.fleet.wire_version,
         "nixl": settings.nixl,
+        "metrics_address": settings.sidecar.metrics_address,
     }

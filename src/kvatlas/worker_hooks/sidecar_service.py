@@ -59,6 +59,7 @@ from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.pool_watch import PoolWatch
 from kvatlas.worker_hooks.reporter import Reporter
 from kvatlas.worker_hooks.ring import RingReader
+from kvatlas.worker_hooks.sidecar_metrics import MISSING, metrics_server
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
 
@@ -74,6 +75,8 @@ POOL_SECONDS = 0.02
 #: before the inventory that follows a batch which the broker refuses: what refuses one may refuse
 #: that as well, and then as often as it is tried
 REFUSED_SECONDS, MAX_REFUSED_SECONDS = 1.0, 60.0
+#: reasons of missing blocks that are told apart: peers name them
+MAX_REASONS = 32
 #: an expired instance does not come back faster than this
 MIN_EPOCH_SECONDS = 1.0
 #: what an index needs to act on an ended lease; the key lives that much shorter, so that a worker's
@@ -158,7 +161,10 @@ class Sidecar:
         """Serve until stopped or fenced; then publish what is left and WorkerDown."""
         self._ring.want_listing()
         path = Path(self._options.socket_path)
-        async with asyncio.TaskGroup() as tasks, ChannelServer(path, self._answer):
+        metrics = metrics_server(
+            self._options.metrics_address, self._instance, lambda: self._status(0)
+        )
+        async with asyncio.TaskGroup() as tasks, ChannelServer(path, self._answer), metrics:
             draining = tasks.create_task(self._drain_loop())
             telling = tasks.create_task(self._tell_loop())
             watching = tasks.create_task(self._watch_engine())
@@ -471,16 +477,25 @@ class Sidecar:
         else:
             asked = msgspec.structs.replace(question, deadline_ms=left_ms)
             ended = await self._exchange.pull(asked)
-        self._count_pull(ended)
+        self.count_pull(ended)
         return ended
 
-    def _count_pull(self, ended: PullEnded) -> None:
+    def count_pull(self, ended: PullEnded) -> None:
+        """Count what a pull brought, and what it did not bring for which reason."""
         self._counters["pulled_blocks"] += len(ended.held)
         for reason, number in Counter(reason for _, reason in ended.missing).items():
-            name = f"missing_{reason if reason.isidentifier() else 'other'}"
+            name = f"{MISSING}{reason}"
+            if name not in self._counters and (
+                not reason.isidentifier() or self._num_reasons >= MAX_REASONS
+            ):
+                name = f"{MISSING}other"
             if name not in self._counters:
                 _logger.warning("a pull lacks %s blocks: %s; counted from now on", number, reason)
             self._counters[name] = self._counters.get(name, 0) + number
+
+    @property
+    def _num_reasons(self) -> int:
+        return sum(name.startswith(MISSING) for name in self._counters)
 
     async def _flush(self) -> None:
         """Return when the bus has stored all that the ring has now."""
