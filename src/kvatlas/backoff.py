@@ -5,6 +5,8 @@
 Pure: callers pass the time, in seconds of one monotonic clock, and do the waiting.
 """
 
+from math import inf
+
 from msgspec import Struct
 
 
@@ -12,16 +14,16 @@ class Backoff(Struct, gc=False):
     """Pauses between tries, doubled from `first_seconds` up to `longest_seconds`.
 
     They begin anew after `calm_seconds` without a failure: then what failed has run for so long
-    that the next failure is another one.
+    that the next failure is another one. Without it only `reset` lets them begin anew.
     """
 
     first_seconds: float
     longest_seconds: float
-    calm_seconds: float
+    calm_seconds: float = inf
     #: failures in a row so far
     num_failures: int = 0
     #: when the pause of the last failure is over
-    _over_at: float = float("-inf")
+    _over_at: float = -inf
 
     def next(self, now: float) -> float:
         """Note a failure; return the seconds to wait before the next try."""
@@ -39,4 +41,4 @@ class Backoff(Struct, gc=False):
 
     def reset(self) -> None:
         """Begin anew: what was tried has worked."""
-        self.num_failures, self._over_at = 0, float("-inf")
+        self.num_failures, self._over_at = 0, -inf

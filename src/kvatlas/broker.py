@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
+from kvatlas.backoff import Backoff
 from kvatlas.events.bus import StreamSpec
 from kvatlas.events.embedded import embedded_server
 from kvatlas.events.embedded_keeper import EmbeddedKeeper
@@ -12,7 +14,6 @@ from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.nats_connection import without_user
 from kvatlas.events.streams import dead_letters_stream, decisions_stream, events_stream
 from kvatlas.runtime_folder import runtime_folder, temporary_folder
-from kvatlas.schemas.backoff import Backoff
 from kvatlas.schemas.conditions import STREAM_NOT_DECLARED, Conditions
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.settings import Settings
@@ -121,7 +122,7 @@ class _Streams:
         pauses = Backoff(RETRY_SECONDS, LAST_RETRY_SECONDS)
         while not await self._is_declared(stream, is_needed=is_needed):
             try:
-                async with asyncio.timeout(pauses.next_seconds()):
+                async with asyncio.timeout(pauses.next(time.monotonic())):
                     await self._is_back.wait()
                     self._is_back.clear()
             except TimeoutError:

@@ -3,8 +3,8 @@
     this process: broker, index, archive      child 1..N: a router that reads the index in memory
                   folds the log                           and listens on the port that all share
 
-A router that ends is started again, unless this process drains: then all do. All of them end with
-this process.
+A router that ends, or answers no more, is started again, unless this process drains: then all do.
+All of them end with this process.
 """
 
 import asyncio
@@ -12,12 +12,16 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from kvatlas.children import ChildLimits, Supervisor, kill_child, signal_child
 from kvatlas.http_server import bound_socket
+from kvatlas.schemas.conditions import ROUTER_DOWN, Conditions
 from kvatlas.schemas.errors import RouterNotStarted
 from kvatlas.schemas.settings import Settings, environment_of, variable_of
 from kvatlas.stopping import end_at_once
@@ -26,8 +30,6 @@ from kvatlas.stopping import end_at_once
 START_SECONDS = 60.0
 #: what requests under way may take once it is asked to stop; then it is killed
 STOP_SECONDS = 15.0
-#: between the end of a router and its next start
-RESTART_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -48,16 +50,22 @@ def kept_port(host: str, port: int) -> Generator[int, None, None]:
 
 @contextlib.asynccontextmanager
 async def router_processes(
-    count: int, settings: Settings, nats_url: str, index_folder: Path, port: int
+    count: int,
+    settings: Settings,
+    nats_url: str,
+    index_folder: Path,
+    port: int,
+    conditions: Conditions,
 ) -> "AsyncGenerator[RouterProcesses, None]":
     """Run the routers while the block runs; all of them listen when it begins.
 
-    One that is started again has another URL of its own, which is logged.
+    One that is started again has another URL of its own, which is logged; while it is down, that is
+    one of the conditions.
     Raises RouterNotStarted.
     """
     host = settings.router.host
     environment = _environment(settings, nats_url, index_folder, port)
-    routers = [_Router(environment) for _ in range(count)]
+    routers = [_Router(number, environment, conditions) for number in range(1, count + 1)]
     try:
         await asyncio.gather(*(router.start() for router in routers))
         shown = f"[{host}]" if ":" in host else host
@@ -79,73 +87,95 @@ class RouterProcesses:
             router.drain()
 
 
-class _Router:
-    """One router process, started again when it ends."""
+class _RouterProcess:
+    """One router, as its supervisor needs it."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, name: str, environment: dict[str, str]) -> None:
+        self.name, self._environment = name, environment
         #: where only this one answers
         self.url = ""
-        self._process: Process | None = None
+        self.process: Process | None = None
+
+    async def start(self) -> None:
+        command = [sys.executable, "-P", "-m", "kvatlas", "router", "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--parent-pid", str(os.getpid()),
+            stdin=DEVNULL, stdout=PIPE, env=self._environment,
+        )  # fmt: skip
+        self.process = process
+        assert process.stdout
+        line = await process.stdout.readline()
+        if not line:
+            raise RouterNotStarted(f"a router ended with status {await process.wait()}")
+        self.url = json.loads(line)["own"]
+        _logger.info("%s (process %d) is at %s", self.name, process.pid, self.url)
+
+    async def ended(self) -> int:
+        assert self.process
+        return await self.process.wait()
+
+    async def answers(self) -> bool:
+        return await is_healthy(self.url)
+
+    async def kill(self) -> None:
+        if self.process is not None:
+            await kill_child(self.process)
+
+
+class _Router:
+    """One router process, started again when it ends or answers no more."""
+
+    def __init__(self, number: int, environment: dict[str, str], conditions: Conditions) -> None:
+        self._process = _RouterProcess(f"router {number}", environment)
+        self._condition, self._conditions = f"{ROUTER_DOWN}_{number}", conditions
+        limits = ChildLimits(start_seconds=START_SECONDS)
+        self._supervisor = Supervisor(self._process, self._process.name, limits, self._on_change)
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where only this one answers."""
+        return self._process.url
 
     async def start(self) -> None:
         """Return when it listens. Raises RouterNotStarted."""
-        await self._launch()
-        self._watch = asyncio.create_task(self._keep_up())
+        try:
+            await self._supervisor.start()
+        except TimeoutError:
+            raise RouterNotStarted(f"no router within {START_SECONDS} s") from None
+        self._watch = asyncio.create_task(self._supervisor.run())
 
     def drain(self) -> None:
         """Let it say that it leaves, serve on for its time and end for good."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+        if self._process.process is not None:
+            signal_child(self._process.process, signal.SIGTERM)
 
     async def stop(self) -> None:
         """End it for good, and at once."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait((self._watch,))
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        end_at_once(process)
-        try:
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
-        except TimeoutError:
-            _logger.warning("router %d did not stop in %s s: killed", process.pid, STOP_SECONDS)
-            process.kill()
-            await process.wait()
+        if self._process.process is not None:
+            await end_at_once(self._process.process, STOP_SECONDS, self._process.name)
 
-    async def _launch(self) -> None:
-        command = [sys.executable, "-P", "-m", "kvatlas", "router", "--json"]
-        process = await asyncio.create_subprocess_exec(
-            *command, "--parent-pid", str(os.getpid()),
-            stdin=DEVNULL, stdout=PIPE, env=self._environment,
-        )  # fmt: skip
-        self._process = process
-        assert process.stdout
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
-        except TimeoutError:
-            process.kill()
-            raise RouterNotStarted(f"no router within {START_SECONDS} s") from None
-        if not line:
-            raise RouterNotStarted(f"a router ended with status {await process.wait()}")
-        self.url = json.loads(line)["own"]
+    def _on_change(self, reason: str) -> None:
+        if reason:
+            self._conditions.begin(self._condition, reason)
+        else:
+            self._conditions.end(self._condition)
 
-    async def _keep_up(self) -> None:
-        while True:
-            assert self._process
-            status = await self._process.wait()
-            _logger.error("a router has ended with status %d and is started again", status)
-            await asyncio.sleep(RESTART_SECONDS)
-            try:
-                await self._launch()
-            except (RouterNotStarted, OSError) as error:
-                _logger.error("%s", error)
-            else:
-                _logger.info("the router is back at %s", self.url)
+
+async def is_healthy(url: str) -> bool:
+    """Ask a process of ours over HTTP whether it lives; raises OSError where nothing listens."""
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    try:
+        writer.write(f"GET /healthz HTTP/1.1\r\nHost: {at.netloc}\r\n\r\n".encode())
+        return (await reader.readline()).split(b" ")[1:2] == [b"200"]
+    finally:
+        writer.close()
 
 
 def _environment(

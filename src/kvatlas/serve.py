@@ -92,7 +92,7 @@ async def serve_all(
         await enter(worker_fleet(engines, settings, nats_url, service))
         await service.wait_ready()
         if num_routers and folder is not None:
-            routers = router_processes(num_routers, settings, nats_url, folder, port)
+            routers = router_processes(num_routers, settings, nats_url, folder, port, it.conditions)
             processes = await enter(routers)
             it.on_drain.append(processes.drain)
             urls["router"] = processes.url

@@ -15,6 +15,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Literal
 
+from kvatlas.children import end_child
 from kvatlas.worker_hooks.process import signals_call
 from kvatlas.worker_hooks.stop_deadline import extend_stop
 
@@ -101,8 +102,9 @@ async def stopping_with(
         task.cancel()
 
 
-def end_at_once(process: Process) -> None:
-    """Ask a child to end without a drain, also one that has not caught its signals yet."""
-    if process.returncode is None:
-        process.terminate()
-        process.send_signal(signal.SIGINT)
+async def end_at_once(process: Process, seconds: float, name: str) -> int:
+    """Ask a child to end without a drain, also one that has not caught its signals yet.
+
+    Returns its status when it has ended; after `seconds` it is killed.
+    """
+    return await end_child(process, seconds, name, (signal.SIGTERM, signal.SIGINT))

@@ -67,7 +67,11 @@ async def worker_fleet(
         finally:
             for watch in watches:
                 watch.cancel()
-            await asyncio.gather(*map(_stop, workers))
+            ending = [
+                end_at_once(worker, STOP_SECONDS, f"worker w{number}")
+                for number, worker in enumerate(workers)
+            ]
+            await asyncio.gather(*ending)
 
 
 def _environment(settings: Settings, nats_url: str) -> dict[str, str]:
@@ -119,15 +123,3 @@ async def _until_known(
 async def _tell_end(name: str, worker: Process) -> None:
     status = await worker.wait()
     _logger.error("worker %s has ended with status %d and is not started again", name, status)
-
-
-async def _stop(worker: Process) -> None:
-    if worker.returncode is not None:
-        return
-    end_at_once(worker)
-    try:
-        await asyncio.wait_for(worker.wait(), STOP_SECONDS)
-    except TimeoutError:
-        _logger.warning("worker %d did not stop in %s s: killed", worker.pid, STOP_SECONDS)
-        worker.kill()
-        await worker.wait()

@@ -10,15 +10,19 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
+from kvatlas.children import ChildLimits
 from kvatlas.worker_hooks.pool import SlotState
 from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.pull_words import PullSettings
+from kvatlas.worker_hooks.transfer import nixl_transport
 from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
 from testkit.blocks import a_block, a_hash
 from testkit.peer import PeerProcess, a_peer, stop
+from testkit.processes import until_ended
 from testkit.pulling import Fetcher, a_fetcher
 from testkit.waiting import WAIT_SECONDS, until
 
@@ -168,6 +172,35 @@ async def test_a_transfer_process_that_hangs_is_replaced(
     assert fetcher.bounce.num_free == fetcher.bounce.num_places
 
 
+async def test_an_idle_transfer_process_that_hangs_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient = ChildLimits(600.0, ask_seconds=0.1, answer_seconds=0.5, first_pause_seconds=0.1)
+    monkeypatch.setattr(nixl_transport, "LIMITS", impatient)
+    async with a_fetcher(folder, name="f7") as (fetcher, _):
+        pid = fetcher.transport.pid
+        assert pid is not None
+        stop(pid)
+        await until(lambda: fetcher.transport.pid not in (None, pid))
+        assert fetcher.transport.num_restarts == 1
+
+
+async def test_a_transfer_process_that_dies_in_its_first_moment_is_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # dies once, before it has said whether NIXL is there at all
+    died = folder / "died"
+    script = f'[ -e {died} ] || {{ : > {died}; kill -SEGV $$; }}; exec "$@"'
+    command = ("sh", "-c", script, "sh", *nixl_transport.COMMAND)
+    monkeypatch.setattr(nixl_transport, "COMMAND", command)
+    async with a_fetcher(folder, name="f8") as (fetcher, _):
+        await until(lambda: fetcher.transport.pid is not None)
+        assert fetcher.transport.num_restarts == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("f8/0 did not start: it died at its start" in message for message in messages)
+    assert not [message for message in messages if "Unknown child process" in message]
+
+
 # --- whole peers -------------------------------------------------------------------------------
 
 
@@ -212,6 +245,14 @@ async def test_a_peer_killed_while_blocks_move_leaves_only_whole_blocks(
             "timed_out",
             "deadline",
         }
+
+
+async def test_a_transfer_process_that_hangs_ends_with_its_killed_parent(folder: Path) -> None:
+    async with a_peer(folder, "w9") as peer:
+        source = psutil.Process(await peer.source_pid())
+        stop(source.pid)
+        os.kill(peer.process.pid, signal.SIGKILL)
+        await until_ended(source)
 
 
 async def test_nothing_is_left_of_peers_and_pullers(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvatlas import router_processes
 from kvatlas.schemas.settings import load_settings
 from testkit.commands import running
+from testkit.peer import stop
 from testkit.processes import is_alive, until_ended
 from testkit.waiting import until, until_told
 
@@ -72,9 +73,18 @@ async def test_routers_share_index_port_and_load(tmp_path: Any) -> None:
         status, problem = await each_connection_anew("GET", f"{url}/v1/index/tree")
         assert (status, "ask the index" in problem["detail"]) == (404, True)
 
+        # one dies, another one hangs: its process is there and answers nothing
         routers[0].kill()
+        stop(routers[1].pid)
         await until_ended(routers[0])
+        await until_ended(routers[1])
         await until(lambda: len(alive_routers()) == 3, 60)
+
+        async def all_are_up() -> bool:
+            status, ready = await each_connection_anew("GET", f"{addresses['indexer']}/readyz")
+            return status == 200 and not ready.get("conditions")
+
+        await until_told(all_are_up)
         statuses = [(await each_connection_anew("GET", f"{url}/readyz"))[0] for _ in range(8)]
         assert statuses == [200] * 8
     assert not [*filter(is_alive, routers)]

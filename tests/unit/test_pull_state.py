@@ -222,17 +222,18 @@ def test_a_block_that_is_corrupt_everywhere_is_recomputed() -> None:
     assert ended == EndPull(1, [], [(0, "corrupt")], num_corrupt=1)
 
 
-def test_a_busy_owner_is_asked_again_later_each_time() -> None:
+@pytest.mark.parametrize("reason", ["busy", "not_ready"])
+def test_an_owner_that_cannot_yet_is_asked_again_later_each_time(reason: str) -> None:
     story = Story(a_state(max_retries=2))
     story.ask(1)
-    assert story.tell(LeaseDenied(batch(1), "busy")) == [CloseBatch(batch(1))]
+    assert story.tell(LeaseDenied(batch(1), reason)) == [CloseBatch(batch(1))]
     assert story.wake_ns == 5 * MS
     story.tell(TimePassed(), after_ms=5)
-    story.tell(LeaseDenied(batch(2), "busy"))
+    story.tell(LeaseDenied(batch(2), reason))
     assert story.wake_ns == 15 * MS
     story.tell(TimePassed(), after_ms=10)
-    ended = story.tell(LeaseDenied(batch(3), "busy"))[-1]
-    assert ended == EndPull(1, [], [(0, "busy")])
+    ended = story.tell(LeaseDenied(batch(3), reason))[-1]
+    assert ended == EndPull(1, [], [(0, reason)])
 
 
 @pytest.mark.parametrize(

@@ -671,14 +671,47 @@ async def test_a_pull_waits_while_the_transport_loads(tmp_path: Path, gate: asyn
             for seconds in (0.05, 30.0)
         ]
         done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        assert [task.result().missing for task in done] == [((0, "no_transport"),)]
+        assert [task.result().missing for task in done] == [((0, "not_ready"),)]
         assert len(waiting) == 1
         gate.set()
         [ended] = await asyncio.gather(*waiting)
         assert ended.missing == ((0, "no_owner"),)
         counters = (await one.channel.status()).counters
-        assert (counters["missing_no_transport"], counters["missing_no_owner"]) == (1, 1)
+        assert (counters["missing_not_ready"], counters["missing_no_owner"]) == (1, 1)
         assert counters["pulled_blocks"] == 0
+
+
+async def test_a_peer_is_told_to_come_again_while_the_transport_loads(
+    tmp_path: Path, gate: asyncio.Event
+) -> None:
+    asked = encode_transfer(
+        LeaseRequest(
+            fingerprint=bytes(16),
+            hashes=bytes(16),
+            ttl_ms=100,
+            requester="r",
+            transports=("memory",),
+        )
+    )
+    async with (
+        a_broker() as (broker, bus),
+        beside(
+            sidecar_options(tmp_path, transport="memory"), broker.connect(), MemoryFabric()
+        ) as one,
+    ):
+
+        async def ask() -> str:
+            missing = decode_transfer_answer(
+                await bus.request(lease_subject(W), asked, WAIT_SECONDS)
+            )
+            assert isinstance(missing, LeaseMissing)
+            return missing.reason
+
+        await one.channel.flush()  # it is on the bus
+        assert await ask() == "not_ready"
+        gate.set()
+        await until(lambda: one.sidecar._exchange is not None)
+        assert await ask() == "not_held"
 
 
 async def test_without_a_transport_pulls_and_leases_say_so(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ async def fleet_process(
     try:
         yield await _address(process, errors)
     finally:
-        await _stop(process)
+        await end_at_once(process, STOP_SECONDS, "the fleet")
         await drain
 
 
@@ -75,14 +75,3 @@ async def _drain(process: Process, errors: list[str]) -> None:
     async for line in process.stderr:
         errors.append(line.decode(errors="replace").rstrip())
         del errors[:-200]
-
-
-async def _stop(process: Process) -> None:
-    if process.returncode is not None:
-        return
-    end_at_once(process)
-    try:
-        await asyncio.wait_for(process.wait(), STOP_SECONDS)
-    except TimeoutError:
-        process.kill()
-        await process.wait()

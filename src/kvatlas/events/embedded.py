@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvatlas.children import end_child, kill_child
 from kvatlas.own_files import (
     FILE_MODE,
     FOLDER_MODE,
@@ -163,19 +164,12 @@ class EmbeddedServer:
         """Ask the server to end and wait for it; kill it when it does not."""
         if self.pid is None or self._process is None:
             return
-        self._process.terminate()
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await self._process.wait()
-        except TimeoutError:
-            await self.kill()
+        await end_child(self._process, STOP_SECONDS, "the broker", (signal.SIGTERM,))
 
     async def kill(self) -> None:
         """End the server as a crash would."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            await kill_child(self._process)
 
     async def ended(self) -> None:
         """Return when the server is not running any more."""

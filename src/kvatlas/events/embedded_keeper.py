@@ -15,8 +15,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from kvatlas.backoff import Backoff
 from kvatlas.events.embedded import EmbeddedServer
-from kvatlas.schemas.backoff import Backoff
 from kvatlas.schemas.conditions import BROKER_UNHEALTHY, Conditions
 from kvatlas.schemas.errors import ServerNotStarted
 
@@ -99,7 +99,7 @@ class EmbeddedKeeper:
             await self._start_again()
 
     async def _start_again(self) -> None:
-        self._restart_at = self._clock() + self._backoff.next_seconds()
+        self._restart_at = self._clock() + self._backoff.next(self._clock())
         self.num_restarts += 1
         while True:
             try:
@@ -108,7 +108,7 @@ class EmbeddedKeeper:
             except ServerNotStarted as error:
                 reason = f"the embedded broker does not start: {error}"
                 self._conditions.begin(BROKER_UNHEALTHY, reason)
-                await asyncio.sleep(self._backoff.next_seconds())
+                await asyncio.sleep(self._backoff.next(self._clock()))
 
 
 def _takes_a_file(folder: Path) -> bool:

@@ -16,6 +16,8 @@ from msgspec import Struct
 
 #: the process was asked to end, and serves on for a time
 DRAINING = "draining"
+#: a router process has ended, or answers no more, and is started again; `_` and its number follow
+ROUTER_DOWN = "router_down"
 #: what is published to the log is not stored; answers go on and grow old
 LOG_NOT_STORED = "log_not_stored"
 #: decisions are not stored

@@ -40,6 +40,8 @@ class MissingReason(StrEnum):
     too_large = "too_large"
     #: owner and requester share no transport
     no_transport = "no_transport"
+    #: the owner's transport starts, or starts again; a later try may succeed
+    not_ready = "not_ready"
     #: the request cannot be read, or is of a newer version
     malformed = "malformed"
 

@@ -73,6 +73,10 @@ class SlotDirectory:
                 self._slots_of[now] = (*self._slots_of.get(now, ()), slot)
 
 
+#: what an owner answers whose transport is not there yet, or not there again
+NOT_READY = LeaseMissing(reason=MissingReason.not_ready, detail="the owner's transport starts")
+
+
 class LeaseServer:
     """Grants, refuses and ends leases; `answer` never raises for what a peer sends.
 
@@ -146,6 +150,8 @@ class LeaseServer:
     def _grant(self, request: LeaseRequest, now_ns: int) -> LeaseGranted | LeaseMissing:
         chosen = self._choose_source(request.transports)
         if chosen is None:
+            if any(source.reference is None for source in self._sources):
+                return NOT_READY
             detail = f"none of {', '.join(request.transports)} is served now"
             return LeaseMissing(reason=MissingReason.no_transport, detail=detail)
         source, reference = chosen

@@ -4,7 +4,7 @@
       wanted ------------------------> leased ----------> in_flight ------------> held
         ^  \\                            |                    |
         |   \\___ no owner is left, deadline, cancelled, slot taken back ________> missing
-        |________ busy, corrupt: later, same owner; anything else: next owner ___|
+        |________ busy, not ready, corrupt: later; anything else: next owner ___|
 
 What is in which collection:
 
@@ -54,7 +54,10 @@ from kvatlas.worker_hooks.pull_words import (
 
 #: a later try at the same owner may do
 _RETRIED = frozenset(
-    {MissingReason.busy, PullReason.corrupt, PullReason.lease_expired, PullReason.failed}
+    {
+        *(MissingReason.busy, MissingReason.not_ready),
+        *(PullReason.corrupt, PullReason.lease_expired, PullReason.failed),
+    }
 )
 #: the owner as a whole is of no use for a while
 _RESTS_OWNER = frozenset(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
+from kvatlas.backoff import Backoff
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.errors import InvalidSetting, MalformedBatch, MalformedEvent
 from kvatlas.schemas.ids import Tier
@@ -57,24 +58,6 @@ class Reported(Struct, frozen=True):
     is_restarted: bool = False
 
 
-class _Patience:
-    """Says whether it is time to ask once more."""
-
-    def __init__(self) -> None:
-        self._next_at = float("-inf")
-        self._seconds = FIRST_AUDIT_SECONDS
-
-    def is_over(self, now: float) -> bool:
-        """Return whether to ask now; if so, the next time takes longer."""
-        if now < self._next_at:
-            return False
-        if now >= self._next_at + MAX_AUDIT_SECONDS:
-            self._seconds = FIRST_AUDIT_SECONDS
-        self._next_at = now + self._seconds
-        self._seconds = min(2 * self._seconds, MAX_AUDIT_SECONDS)
-        return True
-
-
 class Reporter:
     """Puts what changed into the outbox, and what is held whenever that is in doubt."""
 
@@ -98,7 +81,7 @@ class Reporter:
         self._rejected: Counter[str] = Counter()
         #: listings in a row that the engine could not finish
         self._num_failed_listings = 0
-        self._patience = _Patience()
+        self._audits = Backoff(FIRST_AUDIT_SECONDS, MAX_AUDIT_SECONDS, MAX_AUDIT_SECONDS)
 
     def report(self, records: Iterable[bytes | Lost], writer_lists: bool, now: float) -> Reported:
         """Report what the ring gave; return what that asks of the sidecar.
@@ -126,12 +109,14 @@ class Reporter:
                     if writer_lists and 0 < self._num_failed_listings <= MAX_LISTING_RETRIES:
                         wants_listing = True
                 case RawRestarted():
-                    is_restarted, self._patience = True, _Patience()
+                    is_restarted = True
+                    self._audits.reset()
                 case _:
                     pass
         self._pay_inventory()
-        if writer_lists and differs:
-            wants_listing |= self._patience.is_over(now)
+        if writer_lists and differs and not self._audits.seconds_left(now):
+            self._audits.next(now)
+            wants_listing = True
         return Reported(wants_listing, is_restarted)
 
     def put_inventory(self) -> None:

@@ -39,7 +39,7 @@ from kvatlas.schemas.errors import (
     StreamRefused,
 )
 from kvatlas.schemas.kv_events import MUTED_WIRE_VERSION, WorkerDown, WorkerUp
-from kvatlas.schemas.transfer import MissingReason
+from kvatlas.schemas.transfer import MissingReason, encode_transfer
 from kvatlas.worker_hooks.channel import (
     Answer,
     AskStatus,
@@ -54,6 +54,7 @@ from kvatlas.worker_hooks.channel import (
 from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engine_pulse import LOOK_SECONDS, EnginePulse
 from kvatlas.worker_hooks.exchange import BlockExchange, missing_all
+from kvatlas.worker_hooks.lease_server import NOT_READY
 from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.pool_watch import PoolWatch
@@ -267,6 +268,7 @@ class Sidecar:
             tasks.create_task(self._watch_control())
             await self._bus.serve(inventory_subject(self._instance), self._answer_inventory)
             if self._pool is not None:
+                await self._bus.serve(lease_subject(self._instance), self._answer_lease)
                 tasks.create_task(self._exchange_blocks(self._pool))
                 if self._options.tells_pool:
                     tasks.create_task(self._watch_pool(PoolWatch(self._pool)))
@@ -439,10 +441,15 @@ class Sidecar:
             self._options, pool, epoch, self._bus.request, self._disown, self._fabric
         ) as exchange:
             exchange.begin_epoch(self._outbox.epoch or epoch)  # it may be another by now
-            await self._bus.serve(lease_subject(self._instance), exchange.answer_lease)
             self._exchange = exchange
             self._pulse()
             await asyncio.get_running_loop().create_future()
+
+    async def _answer_lease(self, payload: bytes) -> bytes:
+        """Answer a peer; while the transport loads, that it has to come again."""
+        if self._exchange is None:
+            return encode_transfer(NOT_READY)
+        return await self._exchange.answer_lease(payload)
 
     async def _watch_pool(self, watch: PoolWatch) -> None:
         while True:
@@ -473,7 +480,9 @@ class Sidecar:
                     await self._until(lambda: self._exchange is not None)
         left_ms = question.deadline_ms - int(1000 * (time.monotonic() - began))
         if self._exchange is None or left_ms <= 0:
-            ended = missing_all(question, MissingReason.no_transport)
+            is_loading = self._pool is not None and self._exchange is None
+            reason = MissingReason.not_ready if is_loading else MissingReason.no_transport
+            ended = missing_all(question, reason)
         else:
             asked = msgspec.structs.replace(question, deadline_ms=left_ms)
             ended = await self._exchange.pull(asked)

@@ -46,6 +46,12 @@ class ExpectReads(_Message, frozen=True, array_like=True, tag=3):
     seconds: float
 
 
+class Ping(_Message, frozen=True, array_like=True, tag=4):
+    """Answer with Pong: a process that hangs does not."""
+
+    number: int
+
+
 # --- from the transfer process ---------------------------------------------------------------
 
 
@@ -83,8 +89,14 @@ class Recycled(_Message, frozen=True, array_like=True, tag=15):
     """The reading agent was made again."""
 
 
-ToProcess: TypeAlias = Read | Connect | ExpectReads
-FromProcess: TypeAlias = Hello | Broken | Ended | Freed | Recycled
+class Pong(_Message, frozen=True, array_like=True, tag=16):
+    """The answer to a Ping."""
+
+    number: int
+
+
+ToProcess: TypeAlias = Read | Connect | ExpectReads | Ping
+FromProcess: TypeAlias = Hello | Broken | Ended | Freed | Recycled | Pong
 
 encode_message = msgspec.msgpack.Encoder().encode
 to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvatlas.children import die_with_parent
 from kvatlas.schemas.errors import PoolUnreadable, TransportUnavailable
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.transfer.nixl_agent import MEMORY, Nixl, describe, meaning
@@ -36,9 +37,10 @@ from kvatlas.worker_hooks.transfer.nixl_messages import (
     FromProcess,
     Hello,
     NixlSettings,
+    Ping,
+    Pong,
     Read,
     Recycled,
-    ToProcess,
     encode_message,
     to_process,
 )
@@ -54,6 +56,7 @@ class TransferSettings(Struct, frozen=True):
     pool: str
     agent: str
     nixl: NixlSettings
+    parent_pid: int
 
 
 class NixlSource:
@@ -320,10 +323,16 @@ def serve(channel: socket.socket, settings: TransferSettings) -> None:
                 break
             if not payload:
                 return
-            _carry_out(to_process.decode(payload), source, reader)
+            match to_process.decode(payload):
+                case Ping(number):
+                    tell(Pong(number))
+                case command:
+                    _carry_out(command, source, reader)
 
 
-def _carry_out(command: ToProcess, source: NixlSource, reader: NixlReader) -> None:
+def _carry_out(
+    command: Read | Connect | ExpectReads, source: NixlSource, reader: NixlReader
+) -> None:
     match command:
         case Read():
             reader.start(command)
@@ -335,8 +344,11 @@ def _carry_out(command: ToProcess, source: NixlSource, reader: NixlReader) -> No
 
 def main(fd: int, settings: bytes) -> None:
     """Run on an inherited socket; what `python -m` does."""
+    told = msgspec.json.decode(settings, type=TransferSettings)
+    # the driver may block, and then nobody reads that the channel was closed
+    die_with_parent(told.parent_pid)
     with socket.socket(fileno=fd) as channel, contextlib.suppress(ConnectionError):
-        serve(channel, msgspec.json.decode(settings, type=TransferSettings))
+        serve(channel, told)
 
 
 if __name__ == "__main__":

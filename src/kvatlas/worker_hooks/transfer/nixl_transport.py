@@ -7,17 +7,16 @@
     .expect_reads        --ExpectReads->  look for peers often
 
 When the process dies its transfers die with it: its reads fail, their places are free again, and
-another process is started.
+another process is started. One that hangs is killed (children.py).
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -25,6 +24,7 @@ from typing import Self
 import msgspec
 from msgspec import Struct
 
+from kvatlas.children import ChildLimits, Supervisor, kill_child, signal_child
 from kvatlas.schemas.errors import TransportUnavailable
 from kvatlas.worker_hooks.pool import ServePool
 from kvatlas.worker_hooks.transfer.nixl_messages import (
@@ -37,6 +37,8 @@ from kvatlas.worker_hooks.transfer.nixl_messages import (
     FromProcess,
     Hello,
     NixlSettings,
+    Ping,
+    Pong,
     Read,
     Recycled,
     ToProcess,
@@ -56,14 +58,16 @@ from kvatlas.worker_hooks.transfer.transport import (
 GRACE_SECONDS = 0.25
 #: how long after that a transfer process is given up that does not answer
 STUCK_SECONDS = 5.0
-_FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 0.1, 5.0
 _MAX_START_SECONDS = 300.0
+COMMAND = (sys.executable, "-P", "-m", "kvatlas.worker_hooks.transfer.nixl_process")
+#: of the transfer process; how long it may take to start is a setting, and doubled when it is over
+LIMITS = ChildLimits(2 * _MAX_START_SECONDS, first_pause_seconds=0.1)
 
 _logger = logging.getLogger(__name__)
 
 
-class _TooSlow(TransportUnavailable):
-    """The transfer process has said nothing yet."""
+class _Failed(TransportUnavailable):
+    """The transfer process has said nothing yet, or died before: no word about NIXL itself."""
 
 
 class _Command(Struct):
@@ -76,9 +80,10 @@ class _Command(Struct):
 class NixlTransport:
     """A Transport and a Source. `agent_name` names worker and rank; agents' names extend it.
 
-    Entering raises TransportUnavailable where NIXL is missing or has no backend. A process that
-    takes longer than `start_seconds`, as on a busy machine, is started again with twice the
-    patience; until one is there, `reference` is None and reads fail at once.
+    Entering raises TransportUnavailable where NIXL is missing or has no backend, as the process
+    itself says. One that dies before it says anything is started again, and so is one that takes
+    longer than `start_seconds`, as on a busy machine, with twice the patience. Until one is there,
+    `reference` is None and reads fail at once.
     """
 
     name = "nixl"
@@ -98,23 +103,24 @@ class NixlTransport:
         self._late: dict[int, Sequence[int]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
-        self._hello: asyncio.Future[Hello | Broken] | None = None
+        self._hello: asyncio.Future[Hello | Broken | None] | None = None
         self._reference: SourceRef | None = None
         self._address = 0
         self._watching: asyncio.Task[None] | None = None
-        #: how often the process died, and how often its reading agent was made again
-        self.num_restarts = self.num_recycled = 0
+        #: how often the reading agent was made again
+        self.num_recycled = 0
+        #: number of the question whether the process lives, and its answer
+        self._pinged = 0
+        self._pong: asyncio.Future[None] | None = None
+        self._supervisor = Supervisor(self, f"the transfer process of {agent_name}", LIMITS)
 
     async def __aenter__(self) -> Self:
+        failure = ""
         try:
-            await self._start()
-        except _TooSlow as error:
-            _logger.warning("%s; retrying", error)
-            await self._stop()
-        except BaseException:
-            await self._stop()
-            raise
-        self._watching = asyncio.create_task(self._watch())
+            await self._supervisor.start()
+        except (_Failed, OSError) as error:
+            failure = f"did not start: {error}"
+        self._watching = asyncio.create_task(self._supervisor.run(failure))
         return self
 
     async def __aexit__(
@@ -126,7 +132,7 @@ class NixlTransport:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self._stop()
+        await self.kill()
 
     # --- as a source ------------------------------------------------------------------------
 
@@ -142,6 +148,11 @@ class NixlTransport:
         self._tell(ExpectReads(seconds))
 
     # --- as a transport ---------------------------------------------------------------------
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the process died, hung or did not start."""
+        return self._supervisor.health.num_failures
 
     @property
     def num_quarantined(self) -> int:
@@ -195,8 +206,7 @@ class NixlTransport:
     def _end_if_stuck(self, number: int) -> None:
         """Kill a process that has still not answered; what it owed is then free."""
         if number in self._commands and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            signal_child(self._process, signal.SIGKILL)
 
     # --- messages ---------------------------------------------------------------------------
 
@@ -219,10 +229,10 @@ class NixlTransport:
                 return
             except ConnectionError:
                 payload = b""
-            if not payload:  # it is dead; `_watch` sees to the rest
+            if not payload:  # it is dead; its supervisor sees to the rest
                 asyncio.get_running_loop().remove_reader(channel)
                 if self._hello is not None and not self._hello.done():
-                    self._hello.set_result(Broken("the transfer process died at its start"))
+                    self._hello.set_result(None)
                 return
             self._take(from_process.decode(payload))
 
@@ -237,6 +247,9 @@ class NixlTransport:
                 self._bounce.give_back(self._late.pop(number))
             case Recycled():
                 self.num_recycled += 1
+            case Pong(number):
+                if number == self._pinged and self._pong is not None and not self._pong.done():
+                    self._pong.set_result(None)
 
     def _end(self, command: _Command, ended: Ended) -> None:
         is_waited_for = not command.answer.done()
@@ -252,7 +265,8 @@ class NixlTransport:
 
     # --- the process ------------------------------------------------------------------------
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Start the process; see children.Child."""
         loop = asyncio.get_running_loop()
         self._hello = loop.create_future()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -264,14 +278,11 @@ class NixlTransport:
             "pool": str(self._pool.path),
             "agent": self._agent_name,
             "nixl": self._settings,
+            "parent_pid": os.getpid(),
         }
-        module = "kvatlas.worker_hooks.transfer.nixl_process"
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                module,
+                *COMMAND,
                 str(theirs.fileno()),
                 msgspec.json.encode(told).decode(),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -286,32 +297,29 @@ class NixlTransport:
         except TimeoutError as error:
             problem = f"no transfer process within {self._start_seconds} s"
             self._start_seconds = min(2 * self._start_seconds, _MAX_START_SECONDS)
-            raise _TooSlow(problem) from error
+            raise _Failed(problem) from error
+        if hello is None:
+            raise _Failed("it died at its start")
         if isinstance(hello, Broken):
             raise TransportUnavailable(hello.problem)
         self._address = hello.address
         version = metadata_version(hello.metadata)
         self._reference = SourceRef(self.name, hello.agent, hello.metadata, version)
 
-    async def _watch(self) -> None:
-        """Start the process again whenever it dies."""
-        pause = _FIRST_RESTART_SECONDS
-        while True:
-            started = time.monotonic()
-            if self._process is not None:
-                await self._process.wait()
-            await self._stop()
-            if time.monotonic() - started > _LAST_RESTART_SECONDS:
-                pause = _FIRST_RESTART_SECONDS
-            self.num_restarts += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_RESTART_SECONDS)
-            try:
-                await self._start()
-            except TransportUnavailable:
-                await self._stop()
+    async def ended(self) -> int:
+        """Return the process's status when it has ended."""
+        return await self._process.wait() if self._process is not None else 0
 
-    async def _stop(self) -> None:
+    async def answers(self) -> bool:
+        """Ask the process whether it carries out commands at all."""
+        self._pinged += 1
+        self._pong = asyncio.get_running_loop().create_future()
+        if not self._tell(Ping(self._pinged)):
+            return False
+        await self._pong
+        return True
+
+    async def kill(self) -> None:
         """End the process and, once it is dead, free what its reads had."""
         self._reference = None
         if self._channel is not None:
@@ -319,10 +327,8 @@ class NixlTransport:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-            code, self._process = self._process.returncode, None
+            code = await kill_child(self._process)
+            self._process = None
             detail = f"the transfer process ended with {code}"
             commands, self._commands = self._commands, {}
             late, self._late = self._late, {}
