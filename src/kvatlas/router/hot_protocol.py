@@ -179,7 +179,8 @@ class HotProtocol(asyncio.Protocol):
             self._answer(self._pending)
             if self._received:
                 self._loop.call_soon(self._work)
-        self._read(self._wants_more())
+        if self._received or not self._is_reading:
+            self._read(self._wants_more())
 
     def _wants_more(self) -> bool:
         """Whether no complete request waits, and answers are taken."""
@@ -262,7 +263,7 @@ class HotProtocol(asyncio.Protocol):
                 salts.append(value)
             elif name == b"host":
                 num_hosts += 1
-                if not self.hosts.accepts(value):
+                if value not in self.hosts.known and not self.hosts.accepts(value):
                     return None
             elif (name, value.lower()) != _KEEP_ALIVE:
                 return None

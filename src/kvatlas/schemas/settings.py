@@ -159,8 +159,8 @@ class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     policy: PolicyName = "predicted_ttft"
     #: larger requests are refused; it bounds the memory of each one under way
     max_body_bytes: Count = 16 * 1024**2
-    #: of all bodies that are not complete, beyond the first 64 KiB of each; what exceeds it is
-    #: answered with 503. Never less than router.max_body_bytes. Of each process
+    #: of all bodies that are not answered, beyond the first 64 KiB of each; a request above it gets
+    #: 503. Never less than router.max_body_bytes. Of each process
     max_inflight_body_bytes: Count = 256 * 1024**2
     #: open HTTP connections of a process; beyond it the longest idle ones end, and without idle
     #: ones new ones get 503. Fewer where the process may not have as many descriptors

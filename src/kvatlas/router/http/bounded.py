@@ -22,9 +22,7 @@ from kvatlas.router.http.messages import too_slow
 #: given to the parser at once: of heads, each of which may become a request object, and of bodies
 HEAD_SLICE_BYTES, BODY_SLICE_BYTES = 1_024, 16_384
 MALFORMED = "the bytes that came are not a request of HTTP/1.1"
-NO_ROOM = (
-    "unfinished request bodies fill router.max_inflight_body_bytes; try again, or send it faster"
-)
+NO_ROOM = "bodies of other requests under way fill router.max_inflight_body_bytes; try again later"
 
 
 class _Flow(FlowControl):
@@ -184,11 +182,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_message = False
-        self.lifetime.body_done()
         super().on_message_complete()
         self._note_phase()
 
     def on_response_complete(self) -> None:
+        # until now the application may have kept the body; the next one is not given to the parser
+        self.lifetime.body_done()
         super().on_response_complete()
         if self._is_malformed and self._is_answered():
             self.lifetime.end(self.transport, last_answer(400, MALFORMED))

@@ -55,7 +55,8 @@ class Lifetime:
         self._every = min(*self._seconds.values(), self._unread_seconds) / 2
         #: of the body that is under way: those that came, and those that are counted
         self._num_bytes = self._num_held = 0
-        self._is_ending = False
+        #: whether its last answer was sent; what comes is dropped
+        self.is_ending = False
         self._look = loop.call_later(self._every, self._look_at_clock)
 
     @property
@@ -63,17 +64,12 @@ class Lifetime:
         """When the connection began to wait for a request; None while one is under way."""
         return self.since if self.phase in (Phase.HEAD, Phase.IDLE) else None
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether its last answer was sent; what comes is dropped."""
-        return self._is_ending
-
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""
         self.phase, self.since = phase, self._loop.time()
 
     def came(self, num_bytes: int) -> bool:
-        """Count so many bytes of a body that is not complete; False: there is no room for them."""
+        """Count so many bytes of a body that is not answered; False: there is no room for them."""
         self._num_bytes += num_bytes
         more = self._num_bytes - FREE_BODY_BYTES - self._num_held
         if more <= 0:
@@ -85,9 +81,9 @@ class Lifetime:
 
     def body_done(self) -> None:
         """Count the body no more."""
-        if self._num_held:
+        if self._num_bytes:
             self._limits.release(self._num_held)
-        self._num_bytes = self._num_held = 0
+            self._num_bytes = self._num_held = 0
 
     def end(self, transport: asyncio.Transport, answer: bytes = b"") -> None:
         """Send a last answer and end the connection once the client has seen it.
@@ -95,9 +91,9 @@ class Lifetime:
         To close with bytes unread would reset it, and the answer could be lost.
         """
         self.body_done()
-        if self._is_ending or transport.is_closing():
+        if self.is_ending or transport.is_closing():
             return
-        self._is_ending = True
+        self.is_ending = True
         if not answer:
             transport.abort()
             return

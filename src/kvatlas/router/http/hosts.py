@@ -34,7 +34,8 @@ class HostRules:
         self._takes_plain_names = not names
         self._allowed = frozenset(names)
         self._names = self._allowed | {_name(listen_host), "localhost"}
-        self._known = set[bytes]()
+        #: Host headers that were accepted, at most _MAX_KNOWN
+        self.known = set[bytes]()
 
     @classmethod
     def accepting_any(cls) -> "HostRules":
@@ -43,12 +44,12 @@ class HostRules:
 
     def accepts(self, host: bytes) -> bool:
         """Return whether a Host header is accepted."""
-        if host in self._known:
+        if host in self.known:
             return True
         if not self._is_accepted(_name(host.decode("latin-1"))):
             return False
-        if len(self._known) < _MAX_KNOWN:
-            self._known.add(host)
+        if len(self.known) < _MAX_KNOWN:
+            self.known.add(host)
         return True
 
     def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:

@@ -1,7 +1,7 @@
 """Bounds over all HTTP connections of a process, and how often each of them was met.
 
     connections    a new one over the bound ends idle ones, the longest idle first; or is refused
-    bodies         bytes of requests that are not complete are counted over all connections
+    bodies         bytes of requests that are not answered are counted over all connections
     time           a head, a body and the reading of an answer have a deadline each
 
 One object for all servers of a process; connection.py and bounded.py keep to it. Pure: no clock.
@@ -85,11 +85,11 @@ class Bounds(Struct, frozen=True):
 
 
 class HttpLimits:
-    """Counts connections and the bytes of unfinished bodies against their bounds."""
+    """Counts connections and the bytes of bodies under way against their bounds."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        #: bytes of unfinished bodies beyond the first FREE_BODY_BYTES of each; <= the bound
+        #: bytes of bodies not answered, beyond the first FREE_BODY_BYTES of each; <= the bound
         self.num_body_bytes = 0
         #: how often each of REASONS applied
         self.refused = Counter[str](dict.fromkeys(REASONS, 0))
@@ -132,7 +132,7 @@ class HttpLimits:
             connection.evict()
 
     def hold(self, num_bytes: int) -> bool:
-        """Count bytes of a body that is not complete; False if there is no room for them."""
+        """Count bytes of a body that is not answered; False if there is no room for them."""
         if self.num_body_bytes + num_bytes > self.bounds.max_inflight_body_bytes:
             self.refused["body_budget"] += 1
             return False
@@ -140,7 +140,7 @@ class HttpLimits:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Count bytes no more: their body is complete, or given up."""
+        """Count bytes no more: their request is answered, or given up."""
         self.num_body_bytes -= num_bytes
 
 
@@ -157,8 +157,8 @@ class LimitsCollector(Collector):
             "kv_http_connections", "Open HTTP connections", value=limits.num_connections
         )
         yield GaugeMetricFamily(
-            "kv_http_unfinished_body_bytes",
-            "Bytes of request bodies that are not complete",
+            "kv_http_inflight_body_bytes",
+            "Bytes of request bodies that are not answered",
             value=limits.num_body_bytes,
         )
         refused = CounterMetricFamily(
