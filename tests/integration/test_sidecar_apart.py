@@ -17,10 +17,13 @@ from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import events_stream
 from kvatlas.schemas.ids import InstanceId, Tier
+from kvatlas.worker_hooks import beside_engine
+from kvatlas.worker_hooks.beside_engine import BesideEngine
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.ring import RingWriter
 from kvatlas.worker_hooks.sidecar_apart import KILLED_STATUS, ApartSidecar, start_apart
 from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from testkit.peer import stop
 from testkit.processes import until_ended
 from testkit.sidecars import folded, sidecar_options
 from testkit.waiting import until
@@ -105,6 +108,26 @@ async def test_its_engine_can_end_it(tmp_path: Path, ending: str) -> None:
             assert sidecar.stop() == status
             if ending == "stop":
                 await until(lambda: folds[W].down == "signal SIGTERM")
+
+
+async def test_one_that_hangs_is_ended_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside_engine, "SIDECAR_SILENT_SECONDS", 2.0)
+    async with embedded_server(tmp_path / "nats") as server, NatsBus(server.url) as bus:
+        await bus.declare_stream(events_stream(max_bytes=64 << 20))
+        options = sidecar_options(tmp_path, nats_url=server.url, num_slots=0, kv_fingerprint=b"")
+        beside = await asyncio.to_thread(BesideEngine, options)
+        try:
+            async with folded(bus, W) as folds:
+                await until(lambda: folds[W].epoch > 0)
+                epoch, hung = folds[W].epoch, psutil.Process(beside.sidecar.pid)
+                stop(hung.pid)
+                await until_ended(hung)
+                await until(lambda: folds[W].epoch > epoch)
+            assert beside.generation == 2
+        finally:
+            await asyncio.to_thread(beside.close)
 
 
 def test_one_that_does_not_start_is_an_error(

@@ -451,6 +451,21 @@ async def test_an_engine_that_never_stops_writing_keeps_no_sidecar_from_stopping
         await until(lambda: fold.down == "signal SIGTERM")
 
 
+async def test_a_ring_whose_records_cannot_be_read_keeps_no_sidecar_from_answering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_broker() as (broker, bus), a_fold(bus) as fold:
+        async with beside(sidecar_options(tmp_path), broker.connect()) as one:
+            await one.channel.flush()
+            monkeypatch.setattr(one.reader, "read", lambda max_bytes: [])
+            one.hook.stored([1], None, tokens_of(1))
+            for _ in range(10):
+                assert (await one.channel.status()).is_connected
+            one.sidecar.stop("signal SIGTERM")
+            assert await asyncio.wait_for(one.running, WAIT_SECONDS) == "signal SIGTERM"
+        await until(lambda: fold.down == "signal SIGTERM")
+
+
 async def test_a_broker_that_refuses_everything_is_named_less_and_less_often(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

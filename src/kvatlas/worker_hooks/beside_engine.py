@@ -12,6 +12,7 @@ import msgspec
 from kvatlas.backoff import Backoff
 from kvatlas.runtime_folder import runtime_folder
 from kvatlas.schemas.settings import Settings, load_settings
+from kvatlas.worker_hooks.engine_pulse import EnginePulse
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.launch import FENCED_STATUS
 from kvatlas.worker_hooks.log_lines import printable_log
@@ -21,6 +22,8 @@ from kvatlas.worker_hooks.sidecar_options import SidecarOptions
 
 #: a sidecar that has ended is started again after so long at first, and at most
 REVIVE_SECONDS, MAX_REVIVE_SECONDS = 0.5, 30.0
+#: a sidecar that hangs for so long is ended; it beats twice a second, and starts within seconds
+SIDECAR_SILENT_SECONDS = 60.0
 #: TOML file of settings, as --config is for the roles of the command line
 CONFIG_VARIABLE = "KVATLAS_CONFIG"
 
@@ -42,7 +45,7 @@ class BesideEngine:
             )
             self.options.validate()
             ring = RingWriter.create(Path(self.options.ring_path), lists=lists)
-            self.hook = WorkerHook(ring)
+            self._ring, self.hook = ring, WorkerHook(ring)
             owned.callback(self.hook.close)
             self.sidecar = start_apart(self.options)
             owned.callback(lambda: self.sidecar.stop())
@@ -52,6 +55,8 @@ class BesideEngine:
         self._revivals = Backoff(REVIVE_SECONDS, MAX_REVIVE_SECONDS, MAX_REVIVE_SECONDS)
         #: the end of the present sidecar has been noted
         self._is_noted = False
+        #: of the present sidecar
+        self._pulse = EnginePulse(SIDECAR_SILENT_SECONDS)
         #: a forked child leaves everything to its parent
         self._owner_pid = os.getpid()
         self._is_closed = False
@@ -62,12 +67,20 @@ class BesideEngine:
     def revive(self) -> None:
         """Start the sidecar again if it has ended, unless another instance has taken its place.
 
-        It asks the engine to list what it holds, so nothing is lost but time.
+        One that hangs is ended first. The next one asks the engine to list what it holds, so
+        nothing is lost but time.
         """
         with self._lock:
             status, now = self.sidecar.exit_status, time.monotonic()
-            if self._is_closed or status in (None, FENCED_STATUS):
+            if self._is_closed or status == FENCED_STATUS:
                 return
+            if status is None:
+                self._pulse.look(self._ring.reader_beats, 0, now)
+                if not self._pulse.is_stalled:
+                    return
+                seconds = self._pulse.silence_seconds
+                _log.error("kvatlas: the sidecar gave no sign of life for %.0f s: killed", seconds)
+                status = self.sidecar.kill()
             if not self._is_noted:
                 self._is_noted = True
                 pause = self._revivals.next(now)
@@ -77,16 +90,19 @@ class BesideEngine:
             self._is_noted = False
             try:
                 self.sidecar = start_apart(self.options)
+                self._pulse = EnginePulse(SIDECAR_SILENT_SECONDS)
                 self.generation += 1
             except OSError as error:
                 _log.error("kvatlas: no sidecar: %s", error)
 
     def close(self) -> None:
         """Let the sidecar publish what is left, then end it. Idempotent."""
+        if os.getpid() != self._owner_pid:
+            self._is_closed = True  # the thread that may hold the lock is the parent's
+            return
         with self._lock:
             self._is_closed = True
-        if os.getpid() == self._owner_pid:
-            self._owned.close()
+        self._owned.close()
 
 
 def plugin_settings() -> Settings:

@@ -1,4 +1,4 @@
-"""Whether the engine beside a sidecar lives, from the signs of life in its ring.
+"""Whether the engine beside a sidecar lives, from the signs of life in its ring; and the reverse.
 
     beats, head --look--> moved: alive      still for `silent_seconds`: stalled, until one moves
 

@@ -2,7 +2,7 @@
 
     file    0  magic   capacity   writer lists                      written once
            64  head    dropped   beats                               written by the writer
-          128  tail    told      listings wanted   asleep            written by the reader
+          128  tail    told      listings wanted   asleep   beats    written by the reader
          4096  capacity bytes of records, a power of two
 
     record  length u32 | check u32 | payload, padded to 8 bytes; never wraps
@@ -16,7 +16,8 @@ format Q is one 8-byte copy. x86 keeps the order of stores and that of loads, so
 with the position) tells a record from what lay there before, and the reader looks again later. Its
 store of `tail` depends on that comparison, so the writer never overwrites what is still being read.
 
-`beats` counts signs of life of the writer's process, by a thread of its own; 0: it gives none.
+`beats` count signs of life: of the writer's process, by a thread of its own, and of the reader, by
+what reads; 0: it gives none.
 
 The writer never waits. A record without room is dropped and counted; the next one with room is
 preceded by one loss marker. If no next one comes, the reader finds the loss in `dropped`. A reader
@@ -56,7 +57,7 @@ _MAGIC = int.from_bytes(b"kvring01", "little")
 _DATA = 4096
 _LISTS = 2
 _HEAD, _DROPPED, _BEATS = 8, 9, 10
-_TAIL, _TOLD, _WANTED, _ASLEEP = 16, 17, 18, 19
+_TAIL, _TOLD, _WANTED, _ASLEEP, _READER_BEATS = 16, 17, 18, 19, 20
 _CHANGE = "name another path for the ring"
 _LOSS_BIT = 1 << 31
 _WRAP = 2**32 - 1
@@ -148,6 +149,11 @@ class _Ring:
     def beats(self) -> int:
         """Signs of life that the writer's process has given; 0 if it gives none."""
         return self._words[_BEATS]
+
+    @property
+    def reader_beats(self) -> int:
+        """Signs of life that readers have given; 0 if none ever did."""
+        return self._words[_READER_BEATS]
 
     @property
     def tail(self) -> int:
@@ -313,6 +319,10 @@ class RingReader(_Ring):
             return True
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _WRITER_LOCK)
         return False
+
+    def beat(self) -> None:
+        """Give a sign of life, for the engine to see whether what reads has hung."""
+        self._words[_READER_BEATS] += 1
 
     @property
     def writer_lists(self) -> bool:

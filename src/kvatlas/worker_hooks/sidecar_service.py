@@ -200,6 +200,8 @@ class Sidecar:
                             await woken.wait()
                     self._ring.wake_up()
                     woken.clear()
+                else:  # something waits that cannot be read, yet or ever
+                    await asyncio.sleep(POLL_SECONDS)
         finally:
             loop.remove_reader(self._ring.pipe)
 
@@ -238,6 +240,7 @@ class Sidecar:
         """Say when the engine stops giving signs of life, and when it gives them again."""
         pulse = EnginePulse(self._options.engine_silent_seconds)
         while True:
+            self._ring.beat()
             if pulse.look(self._ring.beats, self._ring.head, time.monotonic()):
                 is_stalled = pulse.is_stalled
                 self._counters["engine_stalls"] += is_stalled
