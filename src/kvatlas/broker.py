@@ -13,9 +13,9 @@ from kvatlas.events.embedded_keeper import EmbeddedKeeper
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.nats_connection import without_user
 from kvatlas.events.streams import dead_letters_stream, decisions_stream, events_stream
-from kvatlas.runtime_folder import runtime_folder, temporary_folder
+from kvatlas.runtime_folder import runtime_folder, sweep, temporary_folder
 from kvatlas.schemas.conditions import STREAM_NOT_DECLARED, Conditions
-from kvatlas.schemas.errors import BusUnavailable, StreamRefused
+from kvatlas.schemas.errors import BusUnavailable, FolderUnusable, StreamRefused
 from kvatlas.schemas.settings import Settings
 
 #: until a stream that the broker does not make is declared again
@@ -32,6 +32,8 @@ async def broker_url(settings: Settings, conditions: Conditions) -> AsyncGenerat
         yield settings.nats.url
         return
     with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FolderUnusable):  # matters only where a folder is needed
+            sweep(temporary_folder())
         folder = settings.nats.folder or stack.enter_context(
             runtime_folder(temporary_folder(), "nats")
         )
