@@ -24,7 +24,7 @@ from kvatlas.schemas.kv_events import EventBatch, WorkerUp
 MAX_REJECTED_KINDS = 1024
 #: that are known, gone ones included: far more than the ranks of any fleet that one log carries.
 #: A constant of the fold: with another one, replicas would hold different instances
-MAX_INSTANCES = 16_384
+MAX_INSTANCES = 8_192
 
 
 class Counters(Struct):
