@@ -1,6 +1,7 @@
 """What every bucket of keys promises: compare-and-set, time to live, a watch that misses no end."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,18 @@ async def test_what_is_put_is_got(bus: Bus) -> None:
     entry = await keys.get("a.b")
     assert entry is not None
     assert entry.value == b""
+
+
+async def test_an_entry_says_when_it_was_written_by_the_brokers_clock(bus: Bus) -> None:
+    keys = bus.keys("kv_test")
+    await keys.put("a", b"1")
+    first = await keys.get("a")
+    await keys.put("a", b"2")
+    second = await keys.get("a")
+    assert first is not None
+    assert second is not None
+    assert abs(first.written_ms - time.time_ns() // 1_000_000) < 60_000
+    assert second.written_ms >= first.written_ms
 
 
 async def test_connections_see_each_others_keys(connect: Connect) -> None:
