@@ -77,8 +77,8 @@ class ChildLimits(Struct, frozen=True):
     #: until it is of use; then it counts as failed
     start_seconds: float
     #: between two questions, and what an answer may take
-    ask_seconds: float = 2.0
-    answer_seconds: float = 3.0
+    ask_seconds: float = 1.0
+    answer_seconds: float = 2.0
     #: questions in a row without an answer after which it is killed
     max_unanswered: int = 3
     #: before it is started again: at first, and at most
@@ -197,7 +197,7 @@ class Supervisor:
             return f"did not start within {self.health.limits.start_seconds:g} s"
         except (KvatlasError, OSError) as error:
             return f"did not start: {error}"
-        _logger.info("%s is of use again", self._name)
+        _logger.info("%s runs again", self._name)
         self._on_change("")
         return ""
 

@@ -5,6 +5,8 @@ reference_http.py has its routes.
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 
@@ -22,7 +24,9 @@ from kvatlas.schemas.fleet import KvLayout
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.settings import Settings
 from kvatlas.stopping import Stopped
+from kvatlas.worker_hooks.beside_engine import SIDECAR_SILENT_SECONDS
 from kvatlas.worker_hooks.channel import SidecarChannel
+from kvatlas.worker_hooks.engine_pulse import LOOK_SECONDS, EnginePulse
 from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.launch import FENCED_STATUS, SidecarProcess, start_sidecar
 from kvatlas.worker_hooks.pool import ServePool
@@ -35,6 +39,9 @@ from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of
 
 #: the engine's loop pumps many times as often
 LOOP_SECONDS = 2.0
+
+
+_logger = logging.getLogger(__name__)
 
 
 class WorkerOptions(Struct, frozen=True):
@@ -129,7 +136,7 @@ async def _engine(
     with contextlib.closing(WorkerHook(ring)) as hook:
         sidecar_options = _sidecar_options(options, base_url, folder)
         sidecar = start_sidecar(sidecar_options)
-        watch = asyncio.create_task(_watch(sidecar, stopped))
+        watch = asyncio.create_task(_watch(sidecar, ring, stopped))
         try:
             async with SidecarChannel(Path(sidecar_options.socket_path)) as channel:
                 await _until_ready(channel, sidecar)
@@ -158,12 +165,26 @@ async def _until_ready(channel: SidecarChannel, sidecar: SidecarProcess) -> None
         await asyncio.wait((ready, ended))
 
 
-async def _watch(sidecar: SidecarProcess, stopped: Stopped) -> None:
-    """Stop the worker when its sidecar ends: without one it would hold blocks unheard of.
+async def end_hung(sidecar: SidecarProcess, ring: RingWriter) -> None:
+    """End a sidecar that gives no sign of life any more."""
+    pulse = EnginePulse(SIDECAR_SILENT_SECONDS)
+    while not pulse.is_stalled:
+        await asyncio.sleep(LOOK_SECONDS)
+        pulse.look(ring.reader_beats, 0, time.monotonic())
+    _logger.error("the sidecar gave no sign of life for %.0f s: killed", pulse.silence_seconds)
+    await asyncio.to_thread(sidecar.kill)
+
+
+async def _watch(sidecar: SidecarProcess, ring: RingWriter, stopped: Stopped) -> None:
+    """Stop the worker when its sidecar ends or hangs: without one it would hold blocks unheard of.
 
     A worker that drains is known to be down.
     """
-    await process_ended(sidecar.pid)
+    hung = asyncio.create_task(end_hung(sidecar, ring))
+    try:
+        await process_ended(sidecar.pid)
+    finally:
+        hung.cancel()
     if not stopped.is_draining:
         stopped.set()
 

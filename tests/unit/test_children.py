@@ -44,7 +44,7 @@ class TestChildHealth:
         assert [health.unanswered(), health.unanswered()] == [False, False]
         health.answered()
         assert [health.unanswered() for _ in range(3)] == [False, False, True]
-        assert health.silence == "did not answer 3 questions in about 15 s"
+        assert health.silence == "did not answer 3 questions in about 9 s"
 
     def test_pauses_grow_while_it_fails_and_begin_anew_when_it_ran_for_long(self) -> None:
         health = ChildHealth(ChildLimits(1.0, first_pause_seconds=1.0, longest_pause_seconds=5.0))
