@@ -184,7 +184,7 @@ class _Checker:
             self._batches.take(batch, message.stream_sequence)
             self._digests.expect(batch)
         elif isinstance(stimulus, PayloadRejected):
-            self._batches.take_unreadable(stimulus.worker)
+            self._batches.take_unreadable(stimulus.worker, message.stream_sequence)
         effects = self._fold.state.handle(stimulus)
         for effect in effects:
             if isinstance(effect, ReportDivergence):
@@ -258,15 +258,18 @@ class _Batches:
         self._has_hole = False
         #: workers of which a message could not be read: what they lack next may be that one
         self._unreadable: set[str] = set()
+        #: stream sequence of the first of them; 0 without any
+        self._first_unreadable = 0
 
     def take_hole(self) -> None:
         """Excuse one gap of everybody."""
         self._heard.clear()
         self._has_hole = True
 
-    def take_unreadable(self, worker: str) -> None:
+    def take_unreadable(self, worker: str, stream_sequence: int) -> None:
         """Excuse one gap of a worker."""
-        self.check.skip("unreadable")
+        self._first_unreadable = self._first_unreadable or stream_sequence
+        self.check.skip(f"unreadable, such as at {self._first_unreadable}")
         self._unreadable.add(worker)
 
     def take(self, batch: EventBatch, stream_sequence: int) -> None:
@@ -368,6 +371,8 @@ class _Decisions:
     def __init__(self, archive: Archive, fold: Fold, last: int) -> None:
         self.check = Check("decisions", "exact candidates of decisions")
         self._archive, self._fold = archive, fold
+        #: stream sequence, among decisions, of the first that is met; 0 without any
+        self._first_unreadable = 0
         self.pointers = sorted(self._read(last + 1))
         self._next = 0
 
@@ -394,7 +399,8 @@ class _Decisions:
         if decision is None or any(
             len(group.chain) % BLOCK_HASH_BYTES for group in decision.groups
         ):
-            self.check.skip("unreadable decisions")
+            self._first_unreadable = self._first_unreadable or message.stream_sequence
+            self.check.skip(f"unreadable decisions, such as at {self._first_unreadable}")
             return None
         return decision
 

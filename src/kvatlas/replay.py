@@ -19,6 +19,7 @@ from kvatlas.events.replay import archived_log, stream_log, stream_sequence_at
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.indexer.flat import FlatRadixIndex
 from kvatlas.indexer.index import PrefixIndex
+from kvatlas.indexer.reader import RejectedCount
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.stimuli import HoleSeen, stimulus_of
 from kvatlas.schemas.errors import InvalidBlock, InvalidRequest, UnknownModel
@@ -96,6 +97,8 @@ class ReplayReport(Struct, frozen=True):
     seconds: float
     workers: tuple[WorkerReport, ...]
     damaged: tuple[str, ...] = ()
+    #: events and messages that could not be read, as they were live
+    rejected: tuple[RejectedCount, ...] = ()
 
 
 class Fold:
@@ -196,6 +199,7 @@ def report_of(replayed: Replayed) -> ReplayReport:
             for view in replayed.state.instances()
         ),
         damaged=replayed.damaged,
+        rejected=replayed.state.stats().rejected,
     )
 
 

@@ -36,6 +36,11 @@ def replay_lines(report: ReplayReport, until: Moment = END) -> list[str]:
         f"hole: sequences {hole.first} to {hole.last} were never seen" for hole in report.holes
     ]
     lines += report.damaged
+    lines += [
+        f"skipped: {each.count} of {each.worker or 'no known worker'}"
+        f" could not be read ({each.kind})"
+        for each in report.rejected
+    ]
     for worker in report.workers:
         why = f" ({'; '.join(worker.trust_reasons)})" if worker.trust_reasons else ""
         lines.append(
@@ -108,7 +113,7 @@ def _readable(archive: SqlArchive, limit: int, note: Callable[[str], object]) ->
                 yield decode_decision(message.payload)
             except (MalformedBatch, UnsupportedVersion) as error:
                 where = f"stream_sequence {message.stream_sequence}"
-                note(f"left out: {_unreadable(where, error)}")
+                note(f"left out of {archive}: {_unreadable(where, error)}")
                 continue
             num_left -= 1
             if not num_left:
