@@ -82,7 +82,7 @@ async def serve_all(
         bus = await enter(bus_of(settings, nats_url, it.conditions))
         await _connect(it, bus, settings)
         archiver = await enter(_archive(it, settings, bus))
-        service = await enter(_index(settings, bus, it.stopped, folder))
+        service = await enter(_index(it, settings, bus, folder))
         if not num_routers:
             app, siblings = await enter(_router(it, settings, bus, service.index, service))
             _measure_archive(app, archiver)
@@ -135,7 +135,7 @@ async def serve_router(settings: Settings, as_json: bool, parent_pid: int = 0) -
                 await face.show()
                 it.announcement.soon(it.wait, router=face.url, nats=shown(settings.nats.url))
             await _connect(it, bus, settings)
-            service = await enter(_index(settings, bus, it.stopped))
+            service = await enter(_index(it, settings, bus))
             app, siblings = await enter(_router(it, settings, bus, service.index, service))
         await enter(siblings)
         await face.show(app)
@@ -156,7 +156,7 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
         it.announcement.soon(it.wait, indexer=face.url, nats=shown(settings.nats.url))
         await _connect(it, bus, settings)
         folder = _shared_folder(settings)
-        service = await it.parts.enter_async_context(_index(settings, bus, it.stopped, folder))
+        service = await it.parts.enter_async_context(_index(it, settings, bus, folder))
         await face.show(_index_app(it, settings, service))
         it.announcement.now(indexer=face.url, nats=shown(settings.nats.url))
         await it.stopped.wait()
@@ -193,9 +193,14 @@ async def _connect(it: Role, bus: NatsBus, settings: Settings) -> None:
     it.wait.begin("loading the index")
 
 
+def _service_settings(settings: Settings) -> ServiceSettings:
+    silence = max(10.0, 3 * settings.sidecar.digest_seconds)
+    return ServiceSettings(budget=_budget(settings), log_silence_seconds=silence)
+
+
 @contextlib.asynccontextmanager
 async def _index(
-    settings: Settings, bus: Bus, stopped: asyncio.Event, shared_folder: Path | None = None
+    it: Role, settings: Settings, bus: Bus, shared_folder: Path | None = None
 ) -> AsyncGenerator[IndexService, None]:
     index: PrefixIndex
     shared: SharedArrays | None = None
@@ -210,14 +215,15 @@ async def _index(
     service = IndexService(
         bus,
         IndexState(index),
-        settings=ServiceSettings(budget=_budget(settings)),
+        settings=_service_settings(settings),
         name=f"{socket.gethostname()}:{os.getpid()}",
         shared=shared,
         snapshots=_snapshots(settings),
         dead_letters=DeadLetterSettings(),
+        conditions=it.conditions,
     )
     try:
-        async with service, stopping_with(service.failed.wait(), stopped):
+        async with service, stopping_with(service.failed.wait(), it.stopped):
             yield service
     finally:
         if service.failure is not None:

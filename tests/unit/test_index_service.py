@@ -20,11 +20,12 @@ from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
 from kvatlas.indexer.budgets import BudgetSettings
 from kvatlas.indexer.fence_kernel import VERSION
-from kvatlas.indexer.service import IndexService
+from kvatlas.indexer.service import NOTHING_COMES, IndexService
 from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.state import IndexState
+from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions
 from kvatlas.schemas.errors import IndexUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -624,3 +625,32 @@ async def test_while_the_index_is_counted_nothing_reorders_it(
         may_end.set()
         await until(lambda: service.state.stream_sequence == 2)
         assert service.state.stats().audit_failures == 0
+
+
+# --- a log that takes nothing ---------------------------------------------------------------------
+
+
+async def test_a_log_that_says_nothing_while_leases_are_renewed_is_a_condition(
+    bus: MemoryBus,
+) -> None:
+    impatient = ServiceSettings(poll_seconds=0.01, log_silence_seconds=0.1)
+    conditions = Conditions()
+    await publish(bus, a_batch(up(), epoch=7))
+    keys = bus.keys(LEASES_BUCKET)
+    async with (
+        IndexService(
+            bus, IndexState(ReferenceIndex()), settings=impatient, conditions=conditions
+        ) as service,
+        LeaseKeeper(keys, W1, 7, lambda _: None, ttl_seconds=0.09),
+    ):
+        await service.wait_ready()
+        await until(lambda: conditions.reasons == {LOG_NOT_STORED: NOTHING_COMES})
+        publishing = asyncio.create_task(publish_on(bus))
+        await until(lambda: not conditions.present)
+        publishing.cancel()
+
+
+async def publish_on(bus: MemoryBus) -> None:
+    for seq in range(2, 10_000):
+        await publish(bus, a_batch(seq=seq, epoch=7))
+        await asyncio.sleep(0.005)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.events.leases import LeaseChange
-from kvatlas.indexer.lapses import LeaseLapses
+from kvatlas.indexer.lapses import LeaseLapses, LogSilence
 from kvatlas.schemas.ids import InstanceId
 
 W1 = InstanceId("w1", 0)
@@ -115,3 +115,30 @@ def test_who_is_no_longer_alive_is_forgotten(lapses: LeaseLapses) -> None:
     lapses.take(expired())
     assert lapses.due([], True, 0) == []
     assert lapses.due(ALIVE, True, 5) == []
+
+
+class TestLogSilence:
+    """Leases are renewed and the log says nothing."""
+
+    def test_a_log_without_a_message_is_silent_while_leases_are_renewed(self) -> None:
+        silence = LogSilence(10.0)
+        assert not silence.is_silent(100.0, True, 100.0)
+        for at in (104.0, 108.0, 112.0):
+            silence.renewed(at)
+        assert not silence.is_silent(100.0, True, 109.9)
+        assert silence.is_silent(100.0, True, 112.0)
+        assert not silence.is_silent(111.9, True, 112.0)
+
+    def test_without_workers_there_is_nothing_to_say(self) -> None:
+        silence = LogSilence(10.0)
+        silence.renewed(101.0)  # the last one left
+        silence.is_silent(100.0, True, 100.0)
+        assert not silence.is_silent(100.0, True, 500.0)
+
+    def test_an_outage_counts_for_nothing(self) -> None:
+        silence = LogSilence(10.0)
+        assert not silence.is_silent(100.0, False, 150.0)
+        assert not silence.is_silent(100.0, True, 151.0)
+        silence.renewed(158.0)
+        assert not silence.is_silent(100.0, True, 160.0)
+        assert silence.is_silent(100.0, True, 161.0)

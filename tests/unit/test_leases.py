@@ -16,6 +16,7 @@ from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.schemas.errors import Fenced, InvalidSubject
 from kvatlas.schemas.ids import InstanceId
 from testkit.bus import Collected
+from testkit.waiting import until
 
 W1, W2 = InstanceId("w1", 0), InstanceId("w2", 3)
 
@@ -171,3 +172,16 @@ async def test_what_is_no_lease_is_left_out(caplog: pytest.LogCaptureFixture) ->
             assert await changes.count(1) == [LeaseChange(W1, 3, "alive")]
     assert "no lease key: other" in caplog.text
     assert "no lease at lease.w1.0" in caplog.text
+
+
+async def test_why_a_lease_is_not_renewed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    broker = MemoryBroker()
+    async with broker.connect() as bus, a_keeper(bus, ttl_seconds=0.03) as keeper:
+        bus.cut()
+        await until(lambda: keeper.num_failed_renewals >= 3)
+        bus.restore()
+        await until(lambda: keeper.is_held)
+    told = [line for line in caplog.messages if line.startswith("lease_not_renewed")]
+    assert len(told) == 2
+    assert "the lease of w1/0 is not renewed" in told[0]
+    assert told[1].startswith("lease_not_renewed is over after")

@@ -26,7 +26,7 @@ CHECK_SECONDS = 1.0
 PATIENT_CHECKS = 3
 #: pause after a start that failed, or that did not help
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 60.0
-#: healthy for so long, what was wrong before counts no more
+#: without a restart for so long, those before count no more
 GOOD_SECONDS = 60.0
 #: room that a restart takes for granted; less fills up again at once
 TEST_BYTES = 1 << 20
@@ -47,13 +47,10 @@ class EmbeddedKeeper:
     ) -> None:
         self._server, self._conditions = server, conditions
         self._check_seconds = check_seconds
-        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
+        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, GOOD_SECONDS)
         self._clock = asyncio.get_running_loop().time
         #: checks in a row that found it unhealthy and the disk with room
         self._num_bad = 0
-        #: not restarted before
-        self._restart_at = 0.0
-        self._healthy_since: float | None = None
         self.num_restarts = 0
 
     async def run(self) -> None:
@@ -78,28 +75,22 @@ class EmbeddedKeeper:
         problem = await self._server.problem()
         if problem is None:
             return  # it says nothing: its clients notice that, and a stopped one may go on
-        now = self._clock()
         if not problem:
             self._num_bad = 0
             self._conditions.end(BROKER_UNHEALTHY)
-            if self._healthy_since is None:
-                self._healthy_since = now
-            if now - self._healthy_since >= GOOD_SECONDS:
-                self._backoff.reset()
             return
-        self._healthy_since = None
         self._conditions.begin(
             BROKER_UNHEALTHY, f"the embedded broker stores nothing or not all: {problem}"
         )
         has_room = await asyncio.to_thread(_takes_a_file, self._server.streams_folder)
         self._num_bad = self._num_bad + 1 if has_room and _MENDED.search(problem) else 0
-        if self._num_bad >= PATIENT_CHECKS and now >= self._restart_at:
+        if self._num_bad >= PATIENT_CHECKS and not self._backoff.seconds_left(self._clock()):
             self._num_bad = 0
             _logger.warning("the embedded broker has room on its disk again and is restarted")
             await self._start_again()
 
     async def _start_again(self) -> None:
-        self._restart_at = self._clock() + self._backoff.next(self._clock())
+        self._backoff.next(self._clock())
         self.num_restarts += 1
         while True:
             try:
@@ -114,10 +105,11 @@ class EmbeddedKeeper:
 def _takes_a_file(folder: Path) -> bool:
     """Say whether a file of TEST_BYTES can be written into a folder."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(os.urandom(TEST_BYTES))  # what compresses well would take no room
-            file.flush()
+        # unbuffered: closing a buffer whose last write failed fails again
+        with tempfile.TemporaryFile(buffering=0, dir=folder) as file:
+            content = os.urandom(TEST_BYTES)  # what compresses well would take no room
+            is_whole = file.write(content) == len(content)
             os.fsync(file.fileno())
+            return is_whole
     except OSError:
         return False
-    return True

@@ -19,6 +19,7 @@ from msgspec import Struct
 from kvatlas.events.bus import Entry, KeyChange, KeyValue, Subscription
 from kvatlas.events.epochs import is_plausible
 from kvatlas.events.subjects import escape_token, rank_of, unescape_token
+from kvatlas.schemas.conditions import Conditions, Problems, log_changes
 from kvatlas.schemas.errors import (
     BusUnavailable,
     Fenced,
@@ -100,6 +101,10 @@ class LeaseKeeper:
         #: of our own last write; None when we do not know that the key is ours
         self._revision: int | None = None
         self._task: asyncio.Task[None] | None = None
+        conditions = Conditions()
+        log_changes(conditions, _logger)
+        #: why it is not renewed, each reason said once
+        self._trouble = Problems(conditions, "lease_not_renewed")
         #: renewals that the broker did not confirm
         self.num_failed_renewals = 0
 
@@ -144,6 +149,7 @@ class LeaseKeeper:
             while True:
                 try:
                     self._revision = await self._write()
+                    self._trouble.end()
                     return
                 except (KeyExists, RevisionConflict):
                     # It ran out during an outage, or another epoch has it: look again.
@@ -152,7 +158,7 @@ class LeaseKeeper:
             # The write may have happened: the next renewal looks at the key.
             self._revision = None
             self.num_failed_renewals += 1
-            _logger.warning("the lease of %s is not renewed: %s", self._instance, error)
+            self._trouble.add(f"the lease of {self._instance} is not renewed: {error}")
 
     async def _write(self) -> int:
         if self._revision is not None:

@@ -22,6 +22,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo
 from nats.js.manager import JetStreamManager
 
+from kvatlas.backoff import Backoff
 from kvatlas.events.nats_connection import EXCHANGE_SECONDS, NatsConnection
 from kvatlas.events.nats_quorum import info_of_leader
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
@@ -33,7 +34,8 @@ SILENCE_SECONDS = 2.5
 PENDING_MESSAGES, PENDING_BYTES = 1 << 19, 128 << 20
 #: the broker sweeps a consumer that nobody listens to after this
 SWEEP_SECONDS = 5.0
-RETRY_SECONDS = 0.2
+#: what is refused (no such stream, no permission) is tried again ever later
+RETRY_SECONDS, LAST_RETRY_SECONDS = 0.2, 2.0
 #: after so much work on messages that have come, others on the event loop have their turn
 TURN_SECONDS = 0.001
 #: a cluster without a leader never answers what it was asked: ask again soon, and wait longer each
@@ -110,6 +112,7 @@ class PushConsumer:
 
     async def _run(self, first: asyncio.Future[None]) -> None:
         patience = FIRST_PATIENCE_SECONDS
+        pauses = Backoff(RETRY_SECONDS, LAST_RETRY_SECONDS)
         while True:
             self._trouble.clear()
             try:
@@ -121,9 +124,11 @@ class PushConsumer:
                 level = logging.WARNING if patience == FIRST_PATIENCE_SECONDS else logging.DEBUG
                 _logger.log(level, "%s; trying again", error)
                 patience = min(MORE_PATIENCE * patience, EXCHANGE_SECONDS)
-                await asyncio.sleep(RETRY_SECONDS)
+                is_refused = isinstance(error, StreamRefused)
+                await asyncio.sleep(pauses.next(time.monotonic()) if is_refused else RETRY_SECONDS)
                 continue
             patience = FIRST_PATIENCE_SECONDS
+            pauses.reset()
             if not first.done():
                 first.set_result(None)
             await self._until_trouble()

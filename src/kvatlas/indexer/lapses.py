@@ -1,4 +1,7 @@
-"""Which leases have ended for long enough to count; pure, called by the index service."""
+"""What leases say: whose has ended for long enough to count, and that the log should say more.
+
+Pure, called by the index service.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -73,3 +76,30 @@ class LeaseLapses:
 
     def _grace(self, instance: InstanceId) -> float:
         return self._ended_seconds if instance in self._ended else self._missing_seconds
+
+
+class LogSilence:
+    """Notices that instances live and nothing that they publish comes: it may not be stored.
+
+    An instance that lives publishes digests, and renews its lease in another stream, which may be
+    stored while the log is not (a write to the log's file has failed).
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._connected_at: float | None = None
+        self._renewed_at = 0.0
+
+    def renewed(self, now: float) -> None:
+        """Note that a lease was taken or renewed."""
+        self._renewed_at = now
+
+    def is_silent(self, newest_at: float, is_connected: bool, now: float) -> bool:
+        """Say whether the log lacks what was to come since its newest message."""
+        if not is_connected:
+            self._connected_at = None
+            return False
+        if self._connected_at is None:
+            self._connected_at = now
+        since = max(newest_at, self._connected_at)
+        return now - since >= self._seconds and self._renewed_at >= since + self._seconds / 2

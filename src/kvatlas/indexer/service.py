@@ -25,7 +25,7 @@ from kvatlas.indexer.budgets import EventBudgets
 from kvatlas.indexer.dead_letter_writing import DeadLetterSettings, DeadLetterWriter, poison_of
 from kvatlas.indexer.introductions import Introductions
 from kvatlas.indexer.inventories import InventoryRequests
-from kvatlas.indexer.lapses import LeaseLapses
+from kvatlas.indexer.lapses import LeaseLapses, LogSilence
 from kvatlas.indexer.live import LiveIndex
 from kvatlas.indexer.reader import IndexReader
 from kvatlas.indexer.reports import EffectLog
@@ -58,11 +58,16 @@ from kvatlas.indexer.stimuli import (
     stimulus_of,
 )
 from kvatlas.indexer.superseded import SupersededEpochs
+from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions, log_changes
 from kvatlas.schemas.errors import BusUnavailable, IndexUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord
 
+NOTHING_COMES = (
+    f"{KV_EVENTS}: workers renew their leases, and nothing that they publish comes: look at the"
+    " broker's log, and whether its disk is full; restart it when there is room"
+)
 #: a broker that has not said where the log ends for this long may not take renewals either
 NO_LEADER_SECONDS = 2.0
 
@@ -86,7 +91,7 @@ class IndexService:
 
     With `snapshots` it starts from the newest one that can be used, and takes part in writing them;
     `loaded` is the one it started from. With `dead_letters` it leaves a letter about each message
-    that it cannot read.
+    that it cannot read. A log that takes nothing, by all that it sees, is one of `conditions`.
     """
 
     def __init__(
@@ -99,7 +104,12 @@ class IndexService:
         snapshots: SnapshotSettings | None = None,
         shared: SharedArrays | None = None,
         dead_letters: DeadLetterSettings | None = None,
+        conditions: Conditions | None = None,
     ) -> None:
+        if conditions is None:
+            conditions = Conditions()
+            log_changes(conditions, _logger)
+        self._conditions = conditions
         self._bus, self.state, self._name = bus, state, name
         self._settings = settings or ServiceSettings()
         self._live = LiveIndex(state, self._changing)
@@ -117,6 +127,7 @@ class IndexService:
             self._settings.lease_settling_seconds,
         )
         self._introductions, self._superseded = Introductions(), SupersededEpochs()
+        self._silence = LogSilence(self._settings.log_silence_seconds)
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
@@ -439,6 +450,7 @@ class IndexService:
                 _logger.debug("the end of the log is unknown: %s", error)
             self._lay_trust()
             if self.is_ready:
+                self._check_silence()
                 self._expire_leases()
                 self._end_superseding()
                 self._check_budgets()
@@ -473,6 +485,12 @@ class IndexService:
         """Return the broker's time by our monotonic clock: no two machines' clocks are compared."""
         return int(self._newest_ns + (time.monotonic() - self._newest_at) * 1e9)
 
+    def _check_silence(self) -> None:
+        if self._silence.is_silent(self._newest_at, self._bus.connected, time.monotonic()):
+            self._conditions.begin(LOG_NOT_STORED, NOTHING_COMES, source="index")
+        else:
+            self._conditions.end(LOG_NOT_STORED, source="index")
+
     def _expire_leases(self) -> None:
         # a cluster between two leaders takes no renewals, though we are connected to it
         silent_seconds = time.monotonic() - self._heard_at
@@ -483,6 +501,8 @@ class IndexService:
             self._handle(LeaseExpired(instance, epoch, time.time_ns(), self._name))
 
     def _on_lease(self, change: LeaseChange) -> None:
+        if change.kind == "alive":
+            self._silence.renewed(time.monotonic())
         self._lapses.take(change)
         self._superseded.take(change)
 
@@ -526,7 +546,9 @@ class IndexService:
                 await publisher.publish(control_subject(record.instance), encode(record))
                 await publisher.flush()
                 self.num_control_records += 1
+                self._conditions.end(LOG_NOT_STORED, source="records")
             except (StreamRefused, BusUnavailable) as error:
-                _logger.error("the record about %s is not in the log: %s", record.instance, error)
+                reason = f"the record about {record.instance} is not in the log: {error}"
+                self._conditions.begin(LOG_NOT_STORED, reason, source="records")
                 await asyncio.sleep(self._settings.record_retry_seconds)
                 self._records.put_nowait(record)  # proposed once only; again does no harm

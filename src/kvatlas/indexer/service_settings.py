@@ -13,6 +13,9 @@ class ServiceSettings(Struct, frozen=True):
     #: silent for this long by the broker's clock is `stale`; below the interval of digests, live
     #: instances look stale between them
     stale_seconds: float = 15.0
+    #: so long without a message, while workers renew leases, the log is taken for not stored; below
+    #: a few intervals of digests, an idle fleet looks so
+    log_silence_seconds: float = 10.0
     #: an ended lease counts after this, unless it is taken again
     lease_ended_seconds: float = 0.5
     #: the same for an instance that was never seen with a lease

@@ -10,7 +10,6 @@ when it is back.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import Counter
@@ -32,6 +31,7 @@ from kvatlas.events.subjects import (
     inventory_subject,
     lease_subject,
 )
+from kvatlas.schemas.conditions import Conditions, Problems, log_changes
 from kvatlas.schemas.errors import (
     BusUnavailable,
     Fenced,
@@ -70,7 +70,7 @@ POLL_SECONDS = 0.001
 QUIET_SECONDS, SLEEP_SECONDS = 0.005, 0.05
 #: bytes of the ring handled before other tasks run: a few milliseconds
 SLICE_BYTES = 128 * 1024
-RETRY_SECONDS = 0.2
+RETRY_SECONDS, LAST_RETRY_SECONDS = 0.2, 5.0
 #: how often the serve pool is looked at for blocks that came and went
 POOL_SECONDS = 0.02
 #: before the inventory that follows a batch which the broker refuses: what refuses one may refuse
@@ -578,12 +578,20 @@ class Sidecar:
 
 
 async def _retrying(problem: str, action: Callable[[], Awaitable[T]]) -> T:
-    """Return what the action returns once the broker lets it; say once why that takes long."""
-    for attempt in itertools.count():
+    """Return what the action returns once the broker lets it; say each reason for a delay once.
+
+    What is refused is tried again ever later, as an operator has to do something about it.
+    """
+    conditions, pauses = Conditions(), Backoff(RETRY_SECONDS, LAST_RETRY_SECONDS)
+    log_changes(conditions, _logger)
+    trouble = Problems(conditions, problem)
+    while True:
         try:
-            return await action()
+            found = await action()
         except (BusUnavailable, StreamRefused) as error:
-            level = logging.DEBUG if attempt else logging.WARNING
-            _logger.log(level, "%s yet: %s", problem, error)
-            await asyncio.sleep(RETRY_SECONDS)
-    raise AssertionError("unreachable")
+            trouble.add(str(error))
+            is_refused = isinstance(error, StreamRefused)
+            await asyncio.sleep(pauses.next(time.monotonic()) if is_refused else RETRY_SECONDS)
+        else:
+            trouble.end()
+            return found
