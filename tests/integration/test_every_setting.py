@@ -141,6 +141,9 @@ ARRIVES: dict[str, Arrival] = {
         "sidecar", "Reporter.budgets.blocks_per_second", 4_002.0
     ),
     "sidecar.namespace_burst_blocks": Arrival("sidecar", "Reporter.budgets.burst_blocks", 4_003.0),
+    "sidecar.metrics_address": Arrival(
+        "sidecar", "metrics_server.address", f"127.0.0.1:{kept_port()}"
+    ),
     "sidecar.pull_deadline_seconds": Arrival(
         "worker", "ReferenceEngine.options.pull_deadline_seconds", 44.0
     ),
@@ -222,7 +225,7 @@ class Entries:
         await reference_worker.run_worker(options, lambda _: None)
 
     async def sidecar(self, values: Mapping[str, object]) -> None:
-        for name in ("Edge", "Outbox", "LeaseKeeper", "EnginePulse", "Reporter"):
+        for name in ("Edge", "Outbox", "LeaseKeeper", "EnginePulse", "Reporter", "metrics_server"):
             self.arrivals.spy(sidecar_service, name)
         self._patch.setattr(NixlTransport, "__aenter__", unavailable)
         self.arrivals.spy(exchange, "NixlTransport")
