@@ -14,7 +14,7 @@ from kvatlas.router.archive_app import ArchiveApp
 from kvatlas.router.http.limits import HttpLimits
 from kvatlas.router.waiting import WaitingApp
 from kvatlas.schemas.conditions import Conditions
-from kvatlas.schemas.printable import printable, printable_json, without_credentials
+from kvatlas.schemas.printable import printable, printable_json
 from kvatlas.schemas.settings import RouterSettings
 
 #: how long a broker may be away before it is said where the process can be asked about it
@@ -146,9 +146,7 @@ class Announcement:
         if self._is_said:
             return
         self._is_said = True
-        found = {
-            name: without_credentials(address) for name, address in addresses.items() if address
-        }
+        found = {name: address for name, address in addresses.items() if address}
         if self._as_json:
             print(printable_json(json.dumps(found)), flush=True)
             return
