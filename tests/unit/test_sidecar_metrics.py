@@ -9,6 +9,7 @@ import pytest
 
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import events_stream
+from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.transfer import MissingReason
@@ -76,8 +77,8 @@ async def test_a_sidecar_answers_where_it_is_told_to(tmp_path: Path, bus: Memory
 async def test_a_taken_address_costs_the_metrics_only(caplog: pytest.LogCaptureFixture) -> None:
     address = f"127.0.0.1:{kept_port()}"
     async with (
-        metrics_server(address, W, a_status),
-        metrics_server(address, W, a_status),
+        metrics_server(address, W, a_status, Conditions()),
+        metrics_server(address, W, a_status, Conditions()),
     ):
         assert (await asked(address, "/healthz"))[0] == 200
     assert f"expected a free address, {address}" in caplog.text
@@ -85,7 +86,7 @@ async def test_a_taken_address_costs_the_metrics_only(caplog: pytest.LogCaptureF
 
 async def test_silent_clients_hold_up_nothing() -> None:
     port = kept_port()
-    async with metrics_server(f"127.0.0.1:{port}", W, a_status):
+    async with metrics_server(f"127.0.0.1:{port}", W, a_status, Conditions()):
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         assert (await asked(f"127.0.0.1:{port}", "/healthz"))[0] == 200
     for reader, writer in silent:
@@ -107,3 +108,17 @@ async def test_reasons_that_peers_invent_are_bounded(tmp_path: Path, bus: Memory
         missing = {k: v for k, v in status.counters.items() if k.startswith("missing_")}
         assert len(missing) == sidecar_service.MAX_REASONS + 1
         assert sum(missing.values()) == count
+
+
+async def test_a_sidecar_whose_events_are_not_stored_says_so() -> None:
+    port, conditions = kept_port(), Conditions()
+    conditions.begin(LOG_NOT_STORED, "KV_EVENTS: the broker acknowledges nothing")
+    async with (
+        metrics_server(f"127.0.0.1:{port}", W, a_status, conditions),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+    ):
+        async with session.get("/readyz") as ready:
+            expected = "log_not_stored: KV_EVENTS: the broker acknowledges nothing\n"
+            assert (await ready.text()).endswith(expected)
+        async with session.get("/metrics") as metrics:
+            assert 'condition="log_not_stored"} 1\n' in await metrics.text()

@@ -16,6 +16,7 @@ from typing import Literal, Protocol, Self
 from msgspec import Struct
 
 from kvatlas.events.objects import ObjectStore
+from kvatlas.schemas.conditions import Conditions
 
 
 class Message(Struct, frozen=True, gc=False):
@@ -195,6 +196,11 @@ class Bus(Protocol):
 
     @property
     def connected(self) -> bool: ...
+
+    @property
+    def conditions(self) -> Conditions:
+        """What this connection finds wrong with the broker."""
+        ...
 
     def on_connection(self, callback: OnConnection) -> None:
         """Call back with True at each later connect and with False at each loss."""

@@ -27,6 +27,7 @@ from kvatlas.events.memory_keys import MemoryBucket, MemoryKeyValue
 from kvatlas.events.memory_objects import MemoryObjects, ObjectBucket
 from kvatlas.events.memory_stream import Faults, MemoryStream
 from kvatlas.events.streams import subject_matches
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import (
     BusUnavailable,
     InvalidSubject,
@@ -126,6 +127,7 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
         self.connected = self._is_closed = False
+        self.conditions = Conditions()
         self._callbacks: list[OnConnection] = []
         self._publishers: list[MemoryPublisher] = []
         self._parts: set[_Part] = set()

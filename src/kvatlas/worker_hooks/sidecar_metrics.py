@@ -1,7 +1,8 @@
 """What a sidecar counts, for Prometheus: pulls, publications, losses.
 
     GET /metrics   the text below        GET /healthz   200 while the process runs
-    GET /readyz    200 while the broker is there and the worker has an epoch, else 503
+    GET /readyz    200 while the broker is there and the worker has an epoch, else 503; and what is
+                   wrong (schemas/conditions.py), such as a log that is not stored
 
 Written by hand: an engine's image has the base dependencies only. One answer a connection.
 """
@@ -9,8 +10,9 @@ Written by hand: an engine's image has the base dependencies only. One answer a 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 
+from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.fleet import host_and_port
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.printable import printable
@@ -27,6 +29,7 @@ FAMILIES = {
     "kv_sidecar_connected": ("gauge", "Broker is there"),
     "kv_sidecar_blocks": ("gauge", "Blocks that the engine holds, as the sidecar knows them"),
     "kv_sidecar_waiting_bytes": ("gauge", "Events that wait for the broker"),
+    "kv_condition": ("gauge", "1 while this is wrong; /readyz gives the reason"),
     "kv_pulled_blocks_total": ("counter", "Blocks that pulls from peers brought"),
     "kv_pull_missing_blocks_total": ("counter", "Blocks that a pull did not bring, by reason"),
     "kv_sidecar_events_total": ("counter", "What else the sidecar counts, by what happened"),
@@ -35,13 +38,18 @@ FAMILIES = {
 _logger = logging.getLogger(__name__)
 
 
-def exposition(instance: InstanceId, status: Status) -> str:
-    """Return what Prometheus reads of one sidecar."""
+def exposition(
+    instance: InstanceId, status: Status, conditions: Mapping[str, bool] | None = None
+) -> str:
+    """Return what Prometheus reads of one sidecar; `conditions`: name -> whether it is present."""
     where = f'worker="{_label(instance.worker)}",rank="{instance.rank}"'
     samples: dict[str, list[str]] = {name: [] for name in FAMILIES}
     samples["kv_sidecar_connected"].append(f"{{{where}}} {int(status.is_connected)}")
     samples["kv_sidecar_blocks"].append(f"{{{where}}} {status.num_blocks}")
     samples["kv_sidecar_waiting_bytes"].append(f"{{{where}}} {status.waiting_bytes}")
+    for name, is_present in (conditions or {}).items():
+        labels = f'{{{where},condition="{_label(name)}"}}'
+        samples["kv_condition"].append(f"{labels} {int(is_present)}")
     for name, count in status.counters.items():
         if name == "pulled_blocks":
             samples["kv_pulled_blocks_total"].append(f"{{{where}}} {count}")
@@ -66,7 +74,7 @@ def _label(text: str) -> str:
 
 @contextlib.asynccontextmanager
 async def metrics_server(
-    address: str, instance: InstanceId, read: Callable[[], Status]
+    address: str, instance: InstanceId, read: Callable[[], Status], conditions: Conditions
 ) -> AsyncGenerator[None, None]:
     """Answer at `host:port` while the block runs; nowhere for an empty address.
 
@@ -76,7 +84,7 @@ async def metrics_server(
     if where is None:
         yield
         return
-    served = _Answers(instance, read)
+    served = _Answers(instance, read, conditions)
     try:
         server = await asyncio.start_server(served.answer, *where, limit=MAX_HEAD_BYTES)
     except OSError as error:
@@ -95,8 +103,10 @@ async def metrics_server(
 
 
 class _Answers:
-    def __init__(self, instance: InstanceId, read: Callable[[], Status]) -> None:
-        self._instance, self._read = instance, read
+    def __init__(
+        self, instance: InstanceId, read: Callable[[], Status], conditions: Conditions
+    ) -> None:
+        self._instance, self._read, self._conditions = instance, read, conditions
         self._open: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -128,7 +138,10 @@ class _Answers:
         if method not in (b"GET", b"HEAD"):
             status, text = "405 Method Not Allowed", "expected GET\n"
         elif path == b"/metrics":
-            status, text = "200 OK", exposition(self._instance, self._read())
+            status, text = (
+                "200 OK",
+                exposition(self._instance, self._read(), self._conditions.states),
+            )
             kind = "plain; version=0.0.4"
         elif path == b"/healthz":
             status, text = "200 OK", "ok\n"
@@ -137,6 +150,7 @@ class _Answers:
             is_ready = now.is_connected and now.epoch > 0
             status = "200 OK" if is_ready else "503 Service Unavailable"
             text = "ready\n" if is_ready else "no broker, or no epoch yet\n"
+            text += "".join(f"{n}: {why}\n" for n, why in self._conditions.reasons.items())
         body = text.encode()
         lines = [f"HTTP/1.1 {status}", f"content-type: text/{kind}; charset=utf-8"]
         lines += [f"content-length: {len(body)}", "connection: close", "", ""]

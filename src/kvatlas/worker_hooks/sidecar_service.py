@@ -163,7 +163,10 @@ class Sidecar:
         self._ring.want_listing()
         path = Path(self._options.socket_path)
         metrics = metrics_server(
-            self._options.metrics_address, self._instance, lambda: self._status(0)
+            self._options.metrics_address,
+            self._instance,
+            lambda: self._status(0),
+            self._bus.conditions,
         )
         async with asyncio.TaskGroup() as tasks, ChannelServer(path, self._answer), metrics:
             draining = tasks.create_task(self._drain_loop())
