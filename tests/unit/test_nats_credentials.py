@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvatlas.schemas.errors import InvalidSetting
 
 
 def a_seed() -> str:
-    raw = bytes([18 << 3 | 20 << 3 >> 5, (20 << 3 & 31) << 3]) + bytes(range(32))
+    raw = bytes([18 << 3 | 20 << 3 >> 5, (20 << 3 & 31) << 3]) + bytes(range(100, 132))
     raw += binascii.crc_hqx(raw, 0).to_bytes(2, "little")
     return base64.b32encode(raw).decode().rstrip("=")
 
