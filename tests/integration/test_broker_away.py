@@ -163,7 +163,8 @@ async def test_what_no_waiting_would_mend_ends_a_router_at_once(broker: Embedded
     )
     for ended, setting in zip(ends, ("credentials", "servers"), strict=True):
         assert (ended.status, ended.out) == (1, ""), ended
-        assert ended.err.splitlines()[-1].startswith(f"kvatlas: setting {setting} ")
+        (line,) = ended.err.splitlines()
+        assert line.startswith(f"kvatlas: setting {setting} ")
         assert "somebody" not in ended.err
         assert "Traceback" not in ended.err
 

@@ -391,11 +391,12 @@ class NatsConnection:
             hint = "" if first.done() else ": look at --nats or nats.url; retrying"
             if _refusal.search(text):
                 file = "" if self._login_file is None else f" of {self._login_file}"
-                if not first.done():
+                self._refused.set()
+                if not first.done():  # the caller of `open` says it
                     refused = f"it refuses them{file}: {problem}"
                     first.set_exception(InvalidSetting("credentials", "the broker", refused))
+                    return
                 hint = f": look at nats.credentials{file}"
-                self._refused.set()
             elif isinstance(error, socket.gaierror):
                 problem = f"this name cannot be resolved ({problem})"
             self._problems.add(f"broker {self.where}: {problem}{hint}")
