@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from traceback import format_exception
 from types import TracebackType
 
+from kvatlas.line_writing import write_line
 from kvatlas.schemas.printable import printable, printable_lines
 from kvatlas.worker_hooks.stop_deadline import limit_stop
 
@@ -19,7 +20,7 @@ def _say_uncaught(
 
     Its text may repeat an address with a password, or a name that somebody else chose.
     """
-    print(printable_lines("".join(format_exception(kind, error, traceback))), file=sys.stderr)
+    write_line(sys.stderr, printable_lines("".join(format_exception(kind, error, traceback))))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

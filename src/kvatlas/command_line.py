@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvatlas.line_writing import write_line
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import MAX_UNREUSABLE_BLOCKS
 from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
@@ -229,7 +230,7 @@ def say_json(text: str) -> None:
 
 def say_error(problem: object) -> None:
     """Print what went wrong in one line on stderr."""
-    print(f"kvatlas: {printable(str(problem))}", file=sys.stderr, flush=True)
+    write_line(sys.stderr, f"kvatlas: {printable(str(problem))}")
 
 
 def exit_as(reason: str) -> None:

@@ -5,6 +5,7 @@ Errors of ours end a command with one line on stderr and status 1, wrong usage w
 
 import asyncio
 import gc
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ from kvatlas.command_line import (
     with_index,
 )
 from kvatlas.doctor.command import doctor
+from kvatlas.line_writing import write_line
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
 from kvatlas.schemas.ids import MAX_RANK
 from kvatlas.schemas.printable import printable
@@ -332,7 +334,9 @@ def worker(
         folder=folder,
         parent_pid=parent_pid,
     )
-    asyncio.run(run_worker(options, lambda url: say(f"worker   {url}")))
+    asyncio.run(
+        run_worker(options, lambda url: write_line(sys.stdout, printable(f"worker   {url}")))
+    )
 
 
 @app.command()

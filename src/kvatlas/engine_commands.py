@@ -5,6 +5,7 @@ They register themselves on the application of `commands`; `__main__` imports bo
 
 import asyncio
 import json as json_module
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,9 @@ import typer
 
 from kvatlas.command_line import Creds, JsonFlag, say, say_error, say_json
 from kvatlas.commands import app
+from kvatlas.line_writing import write_line
 from kvatlas.schemas.errors import CaptureUnreadable, InvalidSetting
+from kvatlas.schemas.printable import printable
 from kvatlas.worker_hooks.captures import QUIET_SECONDS, Capture, CaptureFile, read_capture
 from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
 from kvatlas.worker_hooks.process import signals_call
@@ -131,7 +134,7 @@ def _record_engine(out: CaptureFile, options: "RecordOptions", redactor: Redacto
     from kvatlas.worker_hooks.recording import record as frames_of
 
     def on_ready() -> None:
-        say(f"listening to {options.endpoint}")
+        write_line(sys.stdout, printable(f"listening to {options.endpoint}"))
 
     with stop_signals() as is_stopped:
         for frame in frames_of(options, Listener(on_ready, _warn, is_stopped)):

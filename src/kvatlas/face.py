@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Self
 
 from kvatlas.events.nats_bus import NatsBus
 from kvatlas.http_server import Served, http_server
+from kvatlas.line_writing import write_line
 from kvatlas.router.app import RouterApp
 from kvatlas.router.archive_app import ArchiveApp
 from kvatlas.router.http.limits import HttpLimits
@@ -148,7 +150,7 @@ class Announcement:
         self._is_said = True
         found = {name: address for name, address in addresses.items() if address}
         if self._as_json:
-            print(printable_json(json.dumps(found)), flush=True)
+            write_line(sys.stdout, printable_json(json.dumps(found)))
             return
         for name, address in found.items():
-            print(printable(f"{name:<8} {address}"), flush=True)
+            write_line(sys.stdout, printable(f"{name:<8} {address}"))

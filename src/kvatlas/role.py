@@ -49,24 +49,29 @@ class Role:
             self._http_limits = process_limits(settings)
         return self._http_limits
 
-    async def show(self, face: Face) -> Face:
-        """Own a face: it is closed before the parts end, and says when the role drains."""
-        self._shown.append(face)
-        return await self.faces.enter_async_context(face)
+    async def show(self, face: Face, *, outlives_parts: bool = False) -> Face:
+        """Own a face, which says when the role drains.
 
-    def _drain(self) -> float:
-        """Say everywhere that the role leaves; return how long it serves on."""
-        serves = any(face.serves for face in self._shown) or bool(self.on_drain)
-        if not serves or not self._drain_seconds:
-            return 0.0
-        seconds = self._drain_seconds
-        reason = f"the process is draining: asked to end, it serves on for {seconds:g} s"
-        self.conditions.begin(DRAINING, reason, is_blocking=True)
+        It is closed before the parts end, or with `outlives_parts` after those entered from now on.
+        """
+        self._shown.append(face)
+        return await (self.parts if outlives_parts else self.faces).enter_async_context(face)
+
+    def begin_drain(self, reason: str) -> None:
+        """Say everywhere that the role leaves."""
+        self.conditions.begin(DRAINING, f"the process is draining: {reason}", is_blocking=True)
         for face in self._shown:
             face.drain()
         for begin in self.on_drain:
             begin()
-        return seconds
+
+    def _drain(self) -> float:
+        """Begin to drain where others see it; return how long the role serves on."""
+        serves = any(face.serves for face in self._shown) or bool(self.on_drain)
+        if not serves or not self._drain_seconds:
+            return 0.0
+        self.begin_drain(f"asked to end, it serves on for {self._drain_seconds:g} s")
+        return self._drain_seconds
 
 
 @contextlib.asynccontextmanager

@@ -37,6 +37,7 @@ from kvatlas.indexer.snapshot_metrics import SnapshotCollector
 from kvatlas.indexer.snapshot_writing import SnapshotSettings
 from kvatlas.indexer.state import IndexState
 from kvatlas.indexer.warming import warm_kernels
+from kvatlas.line_writing import write_line
 from kvatlas.role import Role, role
 from kvatlas.router.app import RouterApp, create_app
 from kvatlas.router.archive_app import ArchiveApp, ArchiveCollector
@@ -163,12 +164,16 @@ async def serve_indexer(settings: Settings, as_json: bool) -> None:
 
 
 async def serve_archive(settings: Settings, as_json: bool) -> None:
-    """Write the streams of an existing broker into the archive until SIGTERM or SIGINT."""
+    """Write the streams of an existing broker into the archive until SIGTERM or SIGINT.
+
+    What the streams have by then is written before the end, for CATCH_UP_SECONDS at most, and
+    `/readyz` says meanwhile that the process drains.
+    """
     async with role(as_json) as it:
         at, nats_url = settings.router, settings.nats.url
         limits = it.http_limits(at)
         waiting = Face(it.wait, at, settings.archive.port, limits, decides=False)
-        face = await it.show(waiting)
+        face = await it.show(waiting, outlives_parts=True)
         await face.show()
         bus = await it.parts.enter_async_context(bus_of(settings, nats_url, it.conditions))
         it.announcement.soon(
@@ -180,6 +185,7 @@ async def serve_archive(settings: Settings, as_json: bool) -> None:
             await face.show(ArchiveApp(archiver, it.wait))
         it.announcement.now(archive=settings.archive.url, health=face.url, nats=shown(nats_url))
         await it.stopped.wait()
+        it.begin_drain("asked to end, it writes what the log has")
 
 
 def _face(it: Role, settings: Settings, port: int, is_port_shared: bool = False) -> Face:
@@ -261,7 +267,7 @@ async def _warm() -> None:
         where = f"into {folder}" if folder else "for this process alone: no cache can be written"
         text = f"kernels  {num_compiled} compiled in {seconds:.1f} s, {where}"
         text = f"{text}; `kvatlas warm` does it in advance"
-        print(printable(text), file=sys.stderr, flush=True)
+        write_line(sys.stderr, printable(text))
 
 
 def _shared_folder(settings: Settings) -> Path | None:

@@ -2,12 +2,21 @@
 
 import asyncio
 import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 
 import aiohttp
 import msgspec
 import psutil
 import pytest
 
+from kvatlas.events.codec import encode
+from kvatlas.events.embedded import embedded_server
+from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.streams import KV_EVENTS
+from testkit.builders import a_batch, subject_of, up
 from testkit.commands import STOP_SECONDS, started
 from testkit.processes import until_ended
 from testkit.waiting import until_told
@@ -67,6 +76,33 @@ async def test_a_fleet_leaves_part_by_part_and_answers_meanwhile() -> None:
             assert (status, answer["worker"]) == (200, "w1")
         process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.wait(), STOP_SECONDS)
+
+
+async def test_an_archive_says_that_it_leaves_and_writes_what_the_log_has(tmp_path: Path) -> None:
+    file = tmp_path / "archive.db"
+    async with embedded_server(tmp_path / "nats") as broker, NatsBus(broker.url) as bus:
+        arguments = ("--nats", broker.url, "--archive", f"sqlite:///{file}", "--json")
+        async with started("archive", *arguments, "--set", "archive.port=0") as process:
+            assert process.stdout is not None
+            health = msgspec.json.decode(await process.stdout.readline())["health"]
+            assert (await asked("GET", f"{health}/readyz"))[0] == 200
+            with closing(sqlite3.connect(file, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")  # another writer: the archive has to wait
+                batch, publisher = a_batch(up()), bus.publisher(KV_EVENTS)
+                await publisher.publish(subject_of(batch), encode(batch))
+                await publisher.flush()
+                last = await bus.last_sequence(KV_EVENTS)
+                process.terminate()
+
+                async def says_so() -> bool:
+                    status, answer = await asked("GET", f"{health}/readyz")
+                    return status == 503 and "draining" in str(answer["detail"])
+
+                await until_told(says_so)
+                other.execute("ROLLBACK")
+            assert await asyncio.wait_for(process.wait(), STOP_SECONDS) == 0
+    with SqlArchive(f"sqlite:///{file}", must_exist=True) as archive:
+        assert archive.cursor(KV_EVENTS) == last
 
 
 def process_of(parent_pid: int, worker: str) -> psutil.Process:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvatlas import __version__
+from kvatlas.line_writing import num_dropped_lines
 from kvatlas.router.answers import encoded
 from kvatlas.router.condition_metric import condition_gauge
 from kvatlas.router.control import Health
@@ -117,3 +118,5 @@ class _ProcessCollector(Collector):
         is_ready = float(not conditions.present)
         yield GaugeMetricFamily("kv_ready", "What it is there for is done", value=is_ready)
         yield condition_gauge(conditions)
+        dropped, text = num_dropped_lines(), "Lines of this process's log that nothing read"
+        yield CounterMetricFamily("kv_log_lines_dropped", text, value=dropped)

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvatlas import __version__
 from kvatlas.indexer.reader import InstanceView
+from kvatlas.line_writing import num_dropped_lines
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
 from kvatlas.router.condition_metric import condition_gauge
 from kvatlas.router.loads import Load
@@ -374,6 +375,7 @@ class StateCollector(Collector):
             ("kv_decisions_kept_bytes", "Memory of kept decisions", service.log.kept_bytes),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+        dropped = num_dropped_lines()
         for name, text, value in (
             ("kv_requests_expired", "Requests never reported done", service.loads.num_expired),
             (
@@ -389,6 +391,7 @@ class StateCollector(Collector):
             ("kv_overlay_confirmed", CONFIRMED, service.overlay.num_confirmed),
             ("kv_overlay_expired", "Predictions that ran out", service.overlay.num_expired),
             ("kv_decisions_dropped", "Decisions lost to the log", service.log.num_dropped),
+            ("kv_log_lines_dropped", "Lines of this process's log that nothing read", dropped),
             (
                 "kv_decisions_reduced",
                 "Kept decisions cut to an outline for want of bytes",

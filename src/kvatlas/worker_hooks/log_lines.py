@@ -2,12 +2,14 @@
 
 import copy
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kvatlas.line_writing import write_line
 from kvatlas.schemas.printable import printable, printable_lines
 
 #: lines are alike whose logger and first characters are equal
@@ -61,12 +63,25 @@ def _indented(text: str) -> str:
 
 
 def write_log_lines(who: str) -> None:
-    """Write log lines to stderr: ours from INFO on, those of libraries from WARNING on."""
-    handler = logging.StreamHandler()
+    """Write log lines to stderr: ours from INFO on, those of libraries from WARNING on.
+
+    Nothing waits for the reader of them: see line_writing.py.
+    """
+    handler = logging.StreamHandler(_Stderr())
     handler.setFormatter(LineFormatter(FORM.format(who=printable(who).replace("%", "%%"))))
     handler.addFilter(FewAlike())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("kvatlas").setLevel(logging.INFO)
+
+
+class _Stderr:
+    """What a handler writes to; nothing waits for its reader."""
+
+    def write(self, text: str) -> None:
+        write_line(sys.stderr, text.removesuffix("\n"))
+
+    def flush(self) -> None:
+        """Called for each line: the end of the process flushes."""
 
 
 class FewAlike(logging.Filter):

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.events.nats_bus import NatsBus
+from kvatlas.line_writing import write_line
 from kvatlas.schemas.errors import KvatlasError
 from kvatlas.schemas.printable import printable
 from kvatlas.worker_hooks.exchange import make_pool
@@ -90,7 +91,7 @@ def main() -> int:
         status = FENCED_STATUS if asyncio.run(run_sidecar(options, deadline)) == FENCED else 0
     except* KvatlasError as errors:
         for error in leaves(errors):
-            print(printable(f"sidecar {options.instance}: {error}"), file=sys.stderr)
+            write_line(sys.stderr, printable(f"sidecar {options.instance}: {error}"))
     return status
 
 

@@ -31,6 +31,7 @@ from kvatlas.events.subjects import (
     inventory_subject,
     lease_subject,
 )
+from kvatlas.line_writing import num_dropped_lines
 from kvatlas.schemas.conditions import Conditions, Problems, log_changes
 from kvatlas.schemas.errors import (
     BusUnavailable,
@@ -565,7 +566,7 @@ class Sidecar:
             self._reporter.num_blocks,
             self._outbox.waiting_bytes,
             self._exchange.transport if self._exchange is not None else "",
-            self._counters | self._reporter.counters(),
+            self._counters | self._reporter.counters() | {"dropped_log_lines": num_dropped_lines()},
         )
 
     async def _say_goodbye(self, reason: str) -> None:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from kvatlas.line_writing import writer_to
+
 #: exit status of a process that did not end in time by itself
 OVERDUE_STATUS = 4
 #: how often the end of a parent is looked for
@@ -79,8 +81,10 @@ class StopDeadline:
             f"{self._name}: expected to stop within {self._seconds:g} s after {self._reason}, "
             f"found at {self._place()}: ends now{f'; lost: {lost}' if lost else ''}\n"
         )
-        # not `print`: the thread that hangs may hold the stream
-        os.write(2, line.encode())
+        # not `print`: the thread that hangs may hold the stream; and what reads it may hang as well
+        stderr = writer_to(2)
+        stderr.write(line)
+        stderr.flush()
         self._leave(OVERDUE_STATUS)
 
     def _place(self) -> str:
