@@ -2,6 +2,7 @@
 
 from array import array
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ prompt_kernel.warm()
 kernel.warm()
 SETTINGS = RouterSettings()
 JSON, MSGPACK = "application/json", "application/x-msgpack"
+OCTETS = "application/octet-stream"
 ADAPTERS = {"style": MODEL}
 DESCRIPTORS = [
     NamespaceDescriptor(block_tokens, algorithm)
@@ -42,9 +44,7 @@ def in_tokens(prompt: list[int], lora: str | None) -> dict[str, ScoreRequest]:
     return {
         "json": decode_score_request(in_json, JSON, SETTINGS),
         "msgpack": decode_score_request(in_msgpack, MSGPACK, SETTINGS),
-        "octets": decode_score_request(
-            packed, "application/octet-stream", SETTINGS, query.encode()
-        ),
+        "octets": decode_score_request(packed, OCTETS, SETTINGS, query.encode()),
     }
 
 
@@ -61,7 +61,11 @@ def in_hashes(
         "base64": (msgspec.json.encode({**said, "block_hashes_b64": chain}), JSON),
         "msgpack": (msgspec.msgpack.encode({**said, "block_hashes": chain}), MSGPACK),
     }
-    return {name: decode_score_request(*body, SETTINGS) for name, body in bodies.items()}
+    requests = {name: decode_score_request(*body, SETTINGS) for name, body in bodies.items()}
+    said |= {"prompt": "block_hashes"}
+    query = urlencode({name: value for name, value in said.items() if value is not None})
+    requests["octets"] = decode_score_request(chain, OCTETS, SETTINGS, query.encode())
+    return requests
 
 
 def a_fleet(

@@ -430,12 +430,12 @@ class TestOctets:
                 b"model=m&x=1",
                 None,
                 "x",
-                "unknown field; known are lora, max_candidates, model, require",
+                "unknown field; known are algorithm, block_tokens, lookahead_tokens, lora, ",
             ),
             (TOKENS, b"model=m&require=exakt", None, "require", "'exakt'; allowed are 'exact'"),
             (TOKENS, b"model=%ff", None, "query", "percent-encoded"),
             (TOKENS, b"model=m\xff", None, "query", "percent-encoded"),
-            (TOKENS, b"model=m&" + b"&".join([b"x=1"] * 9), None, "query", "name=value"),
+            (TOKENS, b"model=m&" + b"&".join([b"x=1"] * 17), None, "query", "name=value"),
             (TOKENS, b"model=m&max_candidates=0", None, "max_candidates", ">= 1"),
             (TOKENS, b"model=m&max_candidates=x", None, "max_candidates", "expected `int"),
             (TOKENS, b"model=m&cache_salt=s3cret", None, "cache_salt", "not in a URL"),
@@ -455,6 +455,38 @@ class TestOctets:
     def test_too_long_a_prompt_is_told_apart(self) -> None:
         with pytest.raises(PromptTooLarge, match="body: 101 tokens, the limit is 100"):
             from_octets(bytes(4 * 101))
+
+    def test_they_are_hashes_where_the_query_says_so(self) -> None:
+        query = b"model=m&prompt=block_hashes&block_tokens=16&algorithm=sha256_128&num_tokens=70"
+        query += b"&lookahead_tokens=2&lora=l&max_candidates=3&require=exact"
+        hashed = HashedPrompt(HASHES, 16, HashAlgorithm.sha256_128, 70, 2)
+        expected = ScoreRequest("m", b"", "l", max_candidates=3, hashed=hashed, requires_exact=True)
+        assert from_octets(HASHES, query) == expected
+        assert from_octets(TOKENS, b"model=m&prompt=tokens") == from_octets(TOKENS)
+
+    @pytest.mark.parametrize(
+        ("body", "query", "salt", "field", "problem"),
+        [
+            (b"", b"prompt=block_hashes", None, "body", "an empty prompt"),
+            (HASHES[:15], b"prompt=block_hashes", None, "body", "expected a multiple of 16"),
+            (HASHES, b"prompt=block_hashes", b"s", "x-kvatlas-cache-salt", "is part of the hashes"),
+            (HASHES, b"prompt=hashes", None, "prompt", "'hashes'"),
+            (HASHES, b"prompt=block_hashes&num_tokens=0", None, "num_tokens", ">= 1"),
+            (TOKENS, b"num_tokens=4", None, "num_tokens", "beside hashes only"),
+            (TOKENS, b"prompt=tokens&block_tokens=16", None, "block_tokens", "beside hashes only"),
+        ],
+    )
+    def test_what_is_wrong_about_hashes_is_named(
+        self, body: bytes, query: bytes, salt: bytes | None, field: str, problem: str
+    ) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            from_octets(body, b"model=m&" + query, salt)
+        assert refused.value.field == field
+        assert problem in refused.value.problem
+
+    def test_too_many_hashes_are_told_apart(self) -> None:
+        with pytest.raises(PromptTooLarge, match="body: 101 tokens, the limit is 100"):
+            from_octets(bytes(16 * 101), b"model=m&prompt=block_hashes")
 
     @pytest.mark.parametrize("content_type", [JSON, MSGPACK])
     def test_nothing_stands_beside_another_body(self, content_type: str) -> None:

@@ -11,6 +11,7 @@ or, instead of tokens, salt and extras, the hashes of the prompt's full blocks, 
     JSON     "block_hashes": [32 hex digits] | "block_hashes_b64": base64
     msgpack  "block_hashes": packed
     both     "block_tokens"?, "algorithm"?, "lookahead_tokens"?, "num_tokens"?
+    octets   packed, ?prompt=block_hashes&model= and the same as above, without a salt
 
 What is wrong is an InvalidRequest that names the field and never repeats tokens or salts.
 """
@@ -65,6 +66,9 @@ LookaheadTokens = Annotated[int, Meta(ge=0, le=MAX_LOOKAHEAD_TOKENS)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKEN)]
 _HEX_HASHES = "the chained hashes of the prompt's full blocks, 32 hex digits each"
 _PACKED_HASHES = "the same, 16 bytes each"
+_OCTETS_ARE = "what the octets are: token ids as u32, or hashes of full blocks, 16 bytes each"
+#: in a query; more than it knows
+_MAX_QUERY_FIELDS = 16
 
 
 class ExtraBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,6 +125,11 @@ class ScoreQuery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What stands in the query beside a prompt as octets."""
 
     model: Name
+    prompt: Annotated[Literal["tokens", "block_hashes"], Meta(description=_OCTETS_ARE)] = "tokens"
+    block_tokens: BlockTokens | None = None
+    algorithm: HashAlgorithm | None = None
+    lookahead_tokens: LookaheadTokens | None = None
+    num_tokens: NumTokens | None = None
     lora: Name | None = None
     max_candidates: NumCandidates | None = None
     require: Require | None = None
@@ -180,7 +189,8 @@ def read_score_body(
 def read_query(query: bytes) -> ScoreQuery:
     """Return what a query says; raises InvalidRequest."""
     try:
-        pairs = parse_qsl(query.decode("ascii"), True, True, errors="strict", max_num_fields=8)
+        text = query.decode("ascii")
+        pairs = parse_qsl(text, True, True, errors="strict", max_num_fields=_MAX_QUERY_FIELDS)
     except ValueError:
         raise InvalidRequest("query", "expected name=value&..., percent-encoded") from None
     asked = dict(pairs)

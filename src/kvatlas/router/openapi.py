@@ -84,7 +84,8 @@ def _scoring(summary: str, answer: type) -> dict[str, Any]:
                     "schema": {
                         "type": "string",
                         "format": "binary",
-                        "description": "token ids as u32, little-endian; the rest is beside them",
+                        "description": "token ids as u32, little-endian; with prompt=block_hashes "
+                        "hashes of full blocks, 16 bytes each; the rest is in the query",
                     }
                 },
             },
@@ -94,7 +95,7 @@ def _scoring(summary: str, answer: type) -> dict[str, Any]:
 
 
 def _beside_octets() -> list[dict[str, Any]]:
-    """Return what says the rest where the body is tokens only; refused beside any other body."""
+    """Return what says the rest where the body is a prompt only; refused beside any other body."""
     text = f"beside {OCTETS_TYPE} only"
     schema = msgspec.json.schema(ScoreQuery)
     fields = schema["$defs"][ScoreQuery.__name__]["properties"]

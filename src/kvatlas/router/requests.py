@@ -25,6 +25,7 @@ from kvatlas.router.bodies import (
     ExtraBody,
     PackedScoreBody,
     ScoreBody,
+    ScoreQuery,
     body_form,
     decode_body,
     read_query,
@@ -157,6 +158,8 @@ def _first(*values: int | None) -> int | None:
 
 #: in the order of HashedPrompt
 _BESIDE_HASHES = ("block_tokens", "algorithm", "num_tokens", "lookahead_tokens")
+_BESIDE_HASHES_ONLY = "expected beside hashes only"
+_PART_OF_HASHES = "is part of the hashes, expected none beside them"
 _HASH = re.compile(f"[0-9a-fA-F]{{{HASH_DIGITS}}}")
 _report_json = msgspec.json.Decoder(ReportBody)
 _report_msgpack = msgspec.msgpack.Decoder(ReportBody)
@@ -201,7 +204,7 @@ def decode_report(body: bytes, content_type: str) -> Report:
 def _tokens_request(
     parsed: ScoreBody | PackedScoreBody, field: str, tokens: bytes, settings: RouterSettings
 ) -> ScoreRequest:
-    _refuse(parsed, _BESIDE_HASHES, "expected beside hashes only")
+    _refuse(parsed, _BESIDE_HASHES, _BESIDE_HASHES_ONLY)
     num_tokens = _num_tokens(field, tokens, settings)
     return ScoreRequest(
         parsed.model,
@@ -234,6 +237,11 @@ def _octets_request(
     tokens: bytes, query: bytes, salt: bytes | None, settings: RouterSettings
 ) -> ScoreRequest:
     asked = read_query(query)
+    if asked.prompt == "block_hashes":
+        if salt is not None:
+            raise InvalidRequest(SALT_HEADER, _PART_OF_HASHES)
+        return _by_hashes(asked, "body", tokens, settings)
+    _refuse(asked, _BESIDE_HASHES, _BESIDE_HASHES_ONLY)
     _num_tokens("body", tokens, settings)
     return ScoreRequest(
         asked.model,
@@ -251,8 +259,18 @@ def _hashed_request(
     sent: list[str] | bytes,
     settings: RouterSettings,
 ) -> ScoreRequest:
-    _refuse(parsed, ("cache_salt", "extras"), "is part of the hashes, expected none beside them")
+    _refuse(parsed, ("cache_salt", "extras"), _PART_OF_HASHES)
     hashes = sent if isinstance(sent, bytes) else _unhexed(field, sent)
+    return _by_hashes(parsed, field, hashes, settings)
+
+
+def _by_hashes(
+    parsed: ScoreBody | PackedScoreBody | ScoreQuery,
+    field: str,
+    hashes: bytes,
+    settings: RouterSettings,
+) -> ScoreRequest:
+    """Return the request of a prompt by its packed hashes, of the named field."""
     if len(hashes) % BLOCK_HASH_BYTES:
         problem = f"{len(hashes)} bytes, expected a multiple of {BLOCK_HASH_BYTES}"
         raise InvalidRequest(field, problem)
@@ -287,7 +305,9 @@ def _unhexed(field: str, digits: Sequence[str]) -> bytes:
     return hashes
 
 
-def _refuse(parsed: ScoreBody | PackedScoreBody, names: Sequence[str], problem: str) -> None:
+def _refuse(
+    parsed: ScoreBody | PackedScoreBody | ScoreQuery, names: Sequence[str], problem: str
+) -> None:
     for name in names:
         if getattr(parsed, name) not in (None, []):
             raise InvalidRequest(name, problem)

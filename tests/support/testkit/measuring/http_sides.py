@@ -100,7 +100,12 @@ class Kvatlas:
             )
             for form, (body, kind) in bodies.items()
         }
-        return coded | {"packed": post(f"/v1/score?model={MODEL}", packed, OCTETS)}
+        # full blocks only: their number gives the number of tokens
+        path = f"/v1/score?model={MODEL}"
+        return coded | {
+            "by_hash_octets": post(f"{path}&prompt=block_hashes", chain, OCTETS),
+            "packed": post(path, packed, OCTETS),
+        }
 
     def matches(self, answer: bytes) -> dict[int, int]:
         candidates = json.loads(answer)["candidates"]
@@ -149,11 +154,12 @@ class Dynamo:
         signed = [each - (1 << 64) if each >> 63 else each for each in hashes]
         by_hash = _json({"model_name": MODEL, "block_hashes": signed})
         by_tokens = post("/query", _json({"model_name": MODEL, "token_ids": tokens}), JSON)
-        # the peer reads nothing but JSON: whoever has packed tokens sends it those
+        # the peer reads nothing but JSON: packed tokens and hashes are sent as those
         return {
             "json": by_tokens,
             "packed": by_tokens,
             "by_hash": post("/query_by_hash", by_hash, JSON),
+            "by_hash_octets": post("/query_by_hash", by_hash, JSON),
         }
 
     def matches(self, answer: bytes) -> dict[int, int]:
