@@ -194,6 +194,9 @@ def _doubts(decision: Decision) -> tuple[str, ...]:
             f"{decision.chosen.predicted_tokens} tokens were counted on that earlier requests were "
             "about to bring"
         )
+    if decision.left_out:
+        fields = ", ".join(decision.left_out)
+        doubts.append(f"its message was too large for the broker: {fields} were left out")
     if not decision.is_question_complete:
         doubts.append("not all candidates are recorded, so running it again may choose otherwise")
     return tuple(doubts)

@@ -10,6 +10,7 @@ from kvatlas.events.bus import Bus, Message, StreamDifference
 from kvatlas.schemas.errors import (
     BusUnavailable,
     InvalidSubject,
+    MessageTooLarge,
     NoResponder,
     RequestFailed,
     RequestTimedOut,
@@ -187,8 +188,9 @@ async def test_a_payload_over_the_limit_is_refused_and_harms_nobody(bus: Bus) ->
     await bus.declare_stream(a_stream())
     publisher = bus.publisher("TEST")
     await publisher.publish("test.a", b"1")
-    with pytest.raises(StreamRefused):
+    with pytest.raises(MessageTooLarge) as refused:
         await publisher.publish("test.a", bytes((8 << 20) + 1))
+    assert (refused.value.num_bytes, refused.value.limit) == ((8 << 20) + 1, 8 << 20)
     await publisher.publish("test.a", b"2")
     await publisher.flush()
     assert await bus.last_sequence("TEST") == 2

@@ -1,10 +1,14 @@
 """The router on a live index: events come by a bus, decisions leave by it, the bus goes away."""
 
+from pathlib import Path
+
 import httpx
 
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import encode
+from kvatlas.events.embedded import embedded_server
 from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.nats_bus import NatsBus
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
 from kvatlas.events.subjects import events_subject
 from kvatlas.indexer.reference import ReferenceIndex
@@ -18,10 +22,10 @@ from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, BlockStored, EventBatch, WorkerUp
-from kvatlas.schemas.routing import decode_decision
+from kvatlas.schemas.routing import decode_decision, encode_decision
 from kvatlas.schemas.settings import RouterSettings
 from testkit.bus import Collected
-from testkit.fleet import FINGERPRINT, MODEL, a_prompt
+from testkit.fleet import FINGERPRINT, MODEL, Fleet, a_prompt, a_request
 from testkit.waiting import until
 
 PROMPT = a_prompt(64)
@@ -36,6 +40,34 @@ def first_batch() -> EventBatch:
         BlockStored(hasher.root, hasher.chain(PROMPT)),
     )
     return EventBatch(WIRE_VERSION, "w1", 0, 1, 1, 0, events)
+
+
+async def test_a_decision_about_a_million_tokens_costs_no_other_on_a_broker_as_it_comes(
+    tmp_path: Path,
+) -> None:
+    fleet = Fleet()
+    for worker, block_tokens in (("w1", 16), ("w2", 32)):
+        fleet.up(worker, block_tokens=block_tokens)
+    async with (
+        embedded_server(tmp_path, settings="max_payload: 1MB") as server,
+        NatsBus(server.url) as bus,
+    ):
+        await bus.declare_stream(decisions_stream())
+        recorded: Collected[Message] = Collected()
+        await bus.follow(KV_DECISIONS, 1, recorded)
+        async with StreamDecisionLog(bus.publisher(KV_DECISIONS), RouterSettings()) as log:
+            router = fleet.router(log=log)
+            ids = [
+                router.route(a_request(a_prompt(num_tokens))).decision_id
+                for num_tokens in (64, 1_000_000, 64)
+            ]
+        found = [decode_decision(message.payload) for message in await recorded.count(3)]
+        assert [each.id for each in found] == ids
+        assert [each.left_out for each in found] == [(), ("groups.chain",), ()]
+        assert (log.num_published, log.num_cut, log.num_dropped) == (3, 1, 0)
+        whole = router.decision(ids[1])
+        assert len(encode_decision(whole)) > 1 << 20
+        assert found[1].question == whole.question
 
 
 async def test_a_router_lives_on_its_bus_and_outlives_it() -> None:

@@ -9,9 +9,9 @@ from kvatlas.events.bus import Message
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_DECISIONS, decisions_stream
 from kvatlas.events.subjects import decisions_subject
-from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog
-from kvatlas.schemas.errors import StreamRefused
-from kvatlas.schemas.routing import Decision, Question, decode_decision
+from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog, without_chains
+from kvatlas.schemas.errors import MessageTooLarge, StreamRefused
+from kvatlas.schemas.routing import Decision, Question, decode_decision, encode_decision
 from kvatlas.schemas.settings import RouterSettings
 from testkit.bus import Collected
 from testkit.fleet import Fleet, a_prompt, a_request
@@ -150,6 +150,68 @@ async def test_a_late_refusal_costs_one_decision_only() -> None:
             log.record(decision)
     assert [decode_decision(payload) for payload in publisher.taken] == made
     assert log.num_dropped == 1
+
+
+class NarrowPublisher(ForgetfulPublisher):
+    """A publisher to a broker that takes so many bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if len(payload) > self._limit:
+            raise MessageTooLarge(len(payload), self._limit)
+        self.taken.append(payload)
+
+
+@pytest.mark.parametrize(
+    ("limit", "left_out"),
+    [
+        (200_000, ()),
+        (50_000, ("groups.chain",)),
+        (None, ("groups", "candidates", "question.candidates")),
+    ],
+)
+async def test_a_decision_too_large_for_the_broker_is_recorded_without_some_parts(
+    limit: int | None, left_out: tuple[str, ...]
+) -> None:
+    [decision] = long_decisions(1, 100_000)
+    too_few = len(encode_decision(without_chains(decision))) - 1
+    publisher, settings = NarrowPublisher(limit or too_few), RouterSettings()
+    async with StreamDecisionLog(publisher, settings) as log:
+        log.record(decision)
+    [found] = map(decode_decision, publisher.taken)
+    assert (found.id, found.chosen, found.plan) == (decision.id, decision.chosen, decision.plan)
+    assert found.left_out == left_out
+    assert (found.groups == ()) is ("groups" in left_out)
+    assert (found.question == decision.question) is ("question.candidates" not in left_out)
+    assert bool(found.chain) is not bool(left_out)
+    assert (log.num_published, log.num_cut, log.num_dropped) == (1, bool(left_out), 0)
+    assert log.find(decision.id) == decision
+
+
+async def test_a_decision_too_large_costs_no_other_and_is_counted() -> None:
+    publisher, made = NarrowPublisher(500), long_decisions(2, 100_000)
+    async with StreamDecisionLog(publisher, RouterSettings()) as log:
+        for decision in made:
+            log.record(decision)
+    assert (publisher.taken, log.num_dropped, log.num_cut) == ([], 2, 0)
+
+
+async def test_a_late_refusal_and_a_decision_too_large_cost_what_they_are() -> None:
+    class Both(NarrowPublisher):
+        async def publish(self, subject: str, payload: bytes) -> None:
+            self.asked += 1
+            if self.asked == 1:
+                raise StreamRefused("an earlier one")
+            await super().publish(subject, payload)
+
+    publisher, made = Both(50_000), long_decisions(1, 100_000)
+    async with StreamDecisionLog(publisher, RouterSettings()) as log:
+        log.record(made[0])
+    assert [decode_decision(each).left_out for each in publisher.taken] == [("groups.chain",)]
+    assert (log.num_dropped, log.num_cut) == (1, 1)
 
 
 async def test_nothing_is_taken_after_the_end(bus: MemoryBus) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
 from kvatlas.events.subjects import ROUTERS
+from kvatlas.router.recorder import without_chains
 from kvatlas.router.requests import Report
 from kvatlas.router.siblings import (
     MAX_WAITING_WITH_CHAIN,
@@ -134,6 +135,17 @@ async def test_a_dead_router_takes_its_requests_along(group: Group) -> None:
     assert in_flight(other) == 0
     assert other.siblings.num_siblings == 0
     assert other.router.route(a_request(PROMPT)).num_candidates == 3
+
+
+async def test_a_decision_that_no_broker_takes_whole_comes_without_its_chains(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.router.siblings.MAX_ANSWER_BYTES", 16)
+    one, other = await group.join(), await group.join()
+    answer = one.router.route(a_request(PROMPT))
+    found = await other.siblings.decision(answer.decision_id)
+    assert found == without_chains(one.router.decision(answer.decision_id))
+    assert found.left_out == ("groups.chain",)
 
 
 async def test_a_decision_is_found_from_any_router(group: Group) -> None:

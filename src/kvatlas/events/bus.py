@@ -137,7 +137,8 @@ class Publisher(Protocol):
         """Accept a message. Waits only while the window (count and bytes) is full.
 
         A broker that is away is no error: the window fills, then this waits. Raises
-        StreamRefused for a message that can never be stored, or when an earlier one of this
+        MessageTooLarge for this very message, by the limit of the broker that was there last, and
+        another StreamRefused for a message that can never be stored, or when an earlier one of this
         subject was refused; then this message is not accepted.
         """
         ...

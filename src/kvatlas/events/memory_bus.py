@@ -31,6 +31,7 @@ from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import (
     BusUnavailable,
     InvalidSubject,
+    MessageTooLarge,
     NoResponder,
     RequestFailed,
     RequestTimedOut,
@@ -317,7 +318,7 @@ class MemoryPublisher:
         if not subject or any(c in " \t\r\n*>" for c in subject):
             raise InvalidSubject(subject)
         if size > MAX_PAYLOAD_BYTES:
-            raise StreamRefused(f"a message of {size} bytes, the broker takes {MAX_PAYLOAD_BYTES}")
+            raise MessageTooLarge(size, MAX_PAYLOAD_BYTES)
 
     def _store(self, subject: str, payload: bytes) -> None:
         def on_stored() -> None:

@@ -40,7 +40,7 @@ from kvatlas.events.nats_fast_ingest import (
 from kvatlas.events.nats_quorum import info_of_leader
 from kvatlas.events.nats_window import Step, Unacked, Window
 from kvatlas.events.streams import subject_matches
-from kvatlas.schemas.errors import BusUnavailable, InvalidSubject, StreamRefused
+from kvatlas.schemas.errors import BusUnavailable, InvalidSubject, MessageTooLarge, StreamRefused
 
 MAX_UNACKED = 1024
 #: larger windows are slower: 64 KB messages do 10 k/s with 16 MB under way and 4 k/s with 64 MB
@@ -226,7 +226,7 @@ class NatsPublisher:
             raise StreamRefused(f"a subject of {len(subject)} bytes, at most {MAX_SUBJECT_BYTES}")
         limit = self._connection.max_payload
         if size > limit:
-            raise StreamRefused(f"a message of {size} bytes, the broker takes {limit}")
+            raise MessageTooLarge(size, limit)
 
     async def _next_progress(self) -> None:
         if not self.is_closed:

@@ -393,6 +393,11 @@ class StateCollector(Collector):
             ("kv_decisions_dropped", "Decisions lost to the log", service.log.num_dropped),
             ("kv_log_lines_dropped", "Lines of this process's log that nothing read", dropped),
             (
+                "kv_decisions_cut",
+                "Decisions in the log with parts left out: their messages were too large",
+                service.log.num_cut,
+            ),
+            (
                 "kv_decisions_reduced",
                 "Kept decisions cut to an outline for want of bytes",
                 service.log.num_reduced,

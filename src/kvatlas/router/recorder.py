@@ -1,6 +1,7 @@
 """Keeps decisions: the newest in memory, all of them in the log, never in a request's way."""
 
 import asyncio
+import contextlib
 from collections import OrderedDict, deque
 from typing import NamedTuple, Protocol, Self
 
@@ -9,7 +10,7 @@ import msgspec
 from kvatlas.events.bus import Publisher
 from kvatlas.events.subjects import decisions_subject
 from kvatlas.router.slate import LateQuestion
-from kvatlas.schemas.errors import BusUnavailable, StreamRefused
+from kvatlas.schemas.errors import BusUnavailable, MessageTooLarge, StreamRefused
 from kvatlas.schemas.routing import Decision, encode_decision
 from kvatlas.schemas.settings import RouterSettings
 
@@ -39,6 +40,11 @@ class DecisionLog(Protocol):
     @property
     def num_reduced(self) -> int:
         """Kept decisions that were reduced to their outline, for want of bytes."""
+        ...
+
+    @property
+    def num_cut(self) -> int:
+        """Decisions in the log with parts left out, since the broker takes no message so large."""
         ...
 
     def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
@@ -83,6 +89,12 @@ def recorded(decision: Decision, question: LateQuestion | None = None) -> Record
     return Recorded(decision, question, num_bytes)
 
 
+def without_chains(decision: Decision) -> Decision:
+    """Return a decision without what grows with the prompt; any policy can be run again on it."""
+    groups = tuple(msgspec.structs.replace(group, chain=b"") for group in decision.groups)
+    return msgspec.structs.replace(decision, groups=groups, left_out=("groups.chain",))
+
+
 def _outline_of(decision: Decision) -> Decision:
     """Return a decision without all that grows with its request or its fleet."""
     question = msgspec.structs.replace(decision.question, candidates=())
@@ -93,7 +105,12 @@ def _outline_of(decision: Decision) -> Decision:
         candidates=(),
         groups=(),
         chosen_group=0,
+        left_out=("groups", "candidates", "question.candidates"),
     )
+
+
+#: what is offered to the log of a decision that is too large for it, the fullest first
+_REDUCED = (without_chains, _outline_of)
 
 
 class MemoryDecisionLog:
@@ -103,7 +120,7 @@ class MemoryDecisionLog:
     `max_kept_decisions` an outline is kept, which is what reports of their end need.
     """
 
-    num_waiting = num_dropped = 0
+    num_waiting = num_dropped = num_cut = 0
 
     def __init__(self, settings: RouterSettings) -> None:
         self._limit = settings.max_kept_decisions
@@ -162,6 +179,7 @@ class StreamDecisionLog:
     While the broker is away the queue fills, to `max_unrecorded_decisions` or
     `max_unrecorded_decision_bytes`; then new decisions are dropped and counted. Leaving
     the context publishes what waits, for at most `drain_seconds`, and counts the rest as dropped.
+    What is larger than the broker takes is published with parts left out (Decision.left_out).
     """
 
     def __init__(
@@ -177,11 +195,15 @@ class StreamDecisionLog:
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         self.num_published = 0
-        self._num_dropped = 0
+        self._num_dropped = self._num_cut = 0
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_cut(self) -> int:
+        return self._num_cut
 
     @property
     def num_dropped(self) -> int:
@@ -242,19 +264,34 @@ class StreamDecisionLog:
                 return
 
     async def _publish(self, decision: Decision) -> None:
+        try:
+            for reduced in (None, *_REDUCED):
+                offered = decision if reduced is None else reduced(decision)
+                with contextlib.suppress(MessageTooLarge):
+                    self.num_published += await self._is_taken(offered)
+                    self._num_cut += reduced is not None
+                    return
+        except BusUnavailable:
+            pass
+        self._num_dropped += 1
+
+    async def _is_taken(self, decision: Decision) -> bool:
+        """Offer a decision to the log; one that is refused is counted. Raises MessageTooLarge."""
         subject, payload = decisions_subject(decision.model), encode_decision(decision)
         try:
+            await self._publisher.publish(subject, payload)
+        except MessageTooLarge:
+            raise
+        except StreamRefused:
+            # Told of an earlier decision or of this one: only a second try tells which.
+            self._num_dropped += 1
             try:
                 await self._publisher.publish(subject, payload)
+            except MessageTooLarge:
+                raise
             except StreamRefused:
-                # Told of an earlier decision or of this one: only a second try tells which.
-                self._num_dropped += 1
-                await self._publisher.publish(subject, payload)
-            self.num_published += 1
-        except StreamRefused:
-            pass
-        except BusUnavailable:
-            self._num_dropped += 1
+                return False
+        return True
 
     async def _flush(self) -> None:
         try:

@@ -21,6 +21,7 @@ from kvatlas.router.failures import Failures
 from kvatlas.router.loads import Loads
 from kvatlas.router.overdue import OverdueRequests
 from kvatlas.router.overlay import Overlay
+from kvatlas.router.recorder import without_chains
 from kvatlas.router.requests import Report
 from kvatlas.router.signals import (
     MAX_DECISION_ID,
@@ -57,6 +58,8 @@ MAX_RETOLD_CHAIN_BYTES = 1_024
 MAX_WAITING = 10_000
 #: of which so many have their chain; the others tell of load only
 MAX_WAITING_WITH_CHAIN = 512
+#: a decision that is larger goes without its chains: more than a broker takes by default
+MAX_ANSWER_BYTES = 1 << 20
 #: how long another router may take to find a decision of its own
 ASK_SECONDS = 1.0
 #: routers that are heard; more are none of this fleet
@@ -248,7 +251,10 @@ class Siblings:
         found = self._find(decision_id)
         if found is None:
             raise UnknownDecision(decision_id)
-        return msgspec.msgpack.encode(found)
+        answer = msgspec.msgpack.encode(found)
+        if len(answer) > MAX_ANSWER_BYTES:
+            return msgspec.msgpack.encode(without_chains(found))
+        return answer
 
     async def _announce(self) -> None:
         while True:

@@ -57,6 +57,7 @@ KvatlasError
     KeyExists                  create of a key that exists
     RevisionConflict           compare-and-set lost
     StreamRefused              the broker refuses a stream or a message
+      MessageTooLarge          more bytes than the broker takes
     Fenced                     a newer epoch of this instance is alive
     ArchiveMismatch            the archive holds another log than the stream has
     ArchiveNewer               the archive was written by a later version
@@ -421,6 +422,15 @@ class RevisionConflict(Conflict):
 
 class StreamRefused(Conflict):
     """The broker refuses a stream or a message for good."""
+
+
+class MessageTooLarge(StreamRefused):
+    """A message is larger than the broker takes; it has not been accepted."""
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        text = f"a message of {num_bytes} bytes, the broker takes {limit} (its max_payload)"
+        super().__init__(text)
+        self.num_bytes, self.limit = num_bytes, limit
 
 
 class Fenced(Conflict):

@@ -149,10 +149,16 @@ class Decision(Struct, frozen=True):
     #: position in `groups` of the chosen candidate's
     chosen_group: int = 0
     index_age_ms: float = 0.0
+    #: fields that this record lacks, since the broker takes no message so large: `groups.chain`,
+    #: and where that is not enough `groups`, `candidates` and `question.candidates`
+    left_out: tuple[str, ...] = ()
 
     @property
     def chain(self) -> bytes:
-        """The packed hashes that the chosen candidate was asked for; empty for salted prompts."""
+        """The packed hashes that the chosen candidate was asked for.
+
+        Empty for salted prompts, and where they are left out.
+        """
         return self.groups[self.chosen_group].chain if self.groups else b""
 
 
