@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex, Match, PrefixIndex, ReferenceIndex, TreeNode
+from kvatlas.indexer.reader import TreeRun, finished
 from kvatlas.indexer.snapshot import Exportable, InvalidSnapshot
+from kvatlas.indexer.tree import Tree
 from kvatlas.schemas.digest import TierDigest, digest_of, index_key, split_hashes
 from kvatlas.schemas.errors import IndexFull, InvalidBlock, UnknownInstance
-from kvatlas.schemas.ids import Tier
+from kvatlas.schemas.ids import InstanceId, Tier
 from testkit.indexes import tiny_index
 
 HBM, DRAM, SSD, REMOTE, OTHER = Tier
@@ -420,6 +422,61 @@ def test_parents_in_a_circle_do_no_harm(index: PrefixIndex) -> None:
     index.store(instance, HBM, ROOT, packed(20))
     assert [node.hash_key for node in index.tree(3, 3)] == [key(20)]
     assert lengths(index, packed(1, 2)) == {instance: 2}
+
+
+def the_view(index: PrefixIndex, depth: int, width: int, **bounds: int) -> list[TreeRun]:
+    names = {number: InstanceId(f"w{number}", 0) for number in range(4)}
+    return finished(Tree(index.copy_runs()(), names, 7).view(depth, width, **bounds))
+
+
+def test_a_copy_of_the_tree_is_of_its_moment_and_changes_nothing(index: PrefixIndex) -> None:
+    one, other = index.add_instance(), index.add_instance()
+    index.store(one, HBM, ROOT, run_of(5))
+    index.store(other, HBM, ROOT, run_of(2))
+    index.forget_instance(other)
+    before = index.num_blocks()
+    make = index.copy_runs()
+    index.store(one, HBM, packed(5), packed(6))
+    names = {one: InstanceId("w1", 0)}
+    (run,) = finished(Tree(make(), names, 7).view(3, 3))
+    assert (run.num_blocks, run.num_pairs, run.holders) == (5, 5, (names[one],))
+    assert index.num_blocks() == before + 1
+    assert lengths(index, run_of(6)) == {one: 6}
+
+
+def test_a_view_is_the_tree(index: PrefixIndex) -> None:
+    instances = [index.add_instance() for _ in range(3)]
+    for position, instance in enumerate(instances):
+        index.store(instance, HBM, ROOT, run_of(2))
+        for branch in range(position + 1):
+            index.store(instance, HBM, packed(2), packed(10 + branch, 20 + branch))
+    for depth, width in ((1, 1), (2, 2), (9, 9), (0, 9), (9, 0)):
+        assert the_view(index, depth, width) == [*map(named, index.tree(depth, width))]
+
+
+def named(node: TreeNode) -> TreeRun:
+    """Return a node with its instances by name."""
+    holders = tuple(InstanceId(f"w{number}", 0) for number in node.holders)
+    below = tuple(map(named, node.children))
+    about = node.hash_key, node.depth, node.num_blocks
+    return TreeRun(*about, holders, node.num_pairs, node.num_children, below)
+
+
+def test_a_view_is_bounded_in_runs_and_holders_level_by_level(index: PrefixIndex) -> None:
+    one, other = index.add_instance(), index.add_instance()
+    for top in range(10, 14):
+        index.store(one, HBM, ROOT, packed(top))
+        index.store(other, HBM, ROOT, packed(top))
+        for branch in range(3):
+            index.store(one, HBM, packed(top), packed(100 * top + branch))
+    whole = the_view(index, 9, 9)
+    assert [len(run.children) for run in whole] == [3] * 4
+    few = the_view(index, 9, 9, max_runs=6)
+    assert [len(run.children) for run in few] == [2, 0, 0, 0]
+    assert [run.num_children for run in few] == [3] * 4
+    assert [run.hash_key for run in few] == [run.hash_key for run in whole]
+    assert len(the_view(index, 9, 9, max_holders=5)) == 3
+    assert the_view(index, 9, 9, max_runs=0) == []
 
 
 # --- snapshots ----------------------------------------------------------------------------------

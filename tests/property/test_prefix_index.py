@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.indexer import Match, ReferenceIndex, TreeNode
+from kvatlas.indexer.tree import radix_view
 from kvatlas.schemas.ids import Tier
 from testkit.indexes import tiny_index
 
@@ -135,9 +136,10 @@ class TwoIndexes(RuleBasedStateMachine):
 
     @rule(depth=st.integers(0, 5), width=st.integers(0, 4))
     def look_at_the_tree(self, depth: int, width: int) -> None:
-        assert self.translated(self.flat.tree(depth, width), 0) == self.translated(
-            self.plain.tree(depth, width), 1
-        )
+        found = radix_view(self.flat.copy_runs()(), depth, width)  # before anything is swept
+        expected = self.translated(self.plain.tree(depth, width), 1)
+        assert self.translated(found, 0) == expected
+        assert self.translated(self.flat.tree(depth, width), 0) == expected
 
     def translated(self, nodes: list[TreeNode] | tuple[TreeNode, ...], side: int) -> list[object]:
         position = {pair[side]: at for at, pair in enumerate(self.instances)}

@@ -20,13 +20,15 @@ from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
 from kvatlas.indexer.budgets import BudgetSettings
 from kvatlas.indexer.fence_kernel import VERSION
+from kvatlas.indexer.reader import finished
 from kvatlas.indexer.service import NOTHING_COMES, IndexService
 from kvatlas.indexer.service_settings import ServiceSettings
 from kvatlas.indexer.shared.arrays import SharedArrays
 from kvatlas.indexer.shared.reader import SharedIndexReader
 from kvatlas.indexer.state import IndexState
+from kvatlas.router.trees import Trees
 from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions
-from kvatlas.schemas.errors import IndexUnavailable, StreamRefused
+from kvatlas.schemas.errors import StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch, WorkerDown
@@ -582,10 +584,10 @@ async def test_no_clock_of_a_worker_is_believed(bus: MemoryBus) -> None:
         assert service.convergence_ms()["max"] < 60_000
 
 
-async def test_a_tree_is_a_change_for_who_reads_the_same_memory(
+async def test_a_tree_is_no_change_for_who_reads_the_same_memory(
     bus: MemoryBus, tmp_path: Path
 ) -> None:
-    """It sweeps what forgotten instances left; unannounced, readers would believe half of that."""
+    """It sweeps what forgotten instances left out of a copy."""
     shared = SharedArrays(tmp_path)
     state = IndexState(FlatRadixIndex(arrays=shared))
     async with IndexService(bus, state, settings=FAST, shared=shared) as service:
@@ -593,15 +595,15 @@ async def test_a_tree_is_a_change_for_who_reads_the_same_memory(
         await publish(bus, a_batch(WorkerDown("end"), worker="w2", seq=2))
         await until(lambda: service.state.stream_sequence == 3)
         before = int(shared.header[VERSION])
-        [run] = service.index.tree(3, 8)
+        [run] = finished(service.index.copy_tree()().view(3, 8))
         assert (run.num_blocks, run.holders) == (2, (W1,))
-        assert int(shared.header[VERSION]) == before + 2
+        assert int(shared.header[VERSION]) == before
         reader = SharedIndexReader(tmp_path)
         assert [match.num_blocks for match in reader.match(hashes(1, 2))] == [2]
     shared.close()
 
 
-async def test_while_the_index_is_counted_nothing_reorders_it(
+async def test_while_the_index_is_counted_nothing_changes_it(
     bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = msgspec.structs.replace(FAST, audit_seconds=0.01)
@@ -618,12 +620,14 @@ async def test_while_the_index_is_counted_nothing_reorders_it(
 
         monkeypatch.setattr(service.state, "audit", slow_audit)
         await until(begun.is_set)
-        with pytest.raises(IndexUnavailable, match="counted anew"):
-            service.index.tree(3, 8)
+        trees = Trees(service.index, service.still)
+        viewing = asyncio.create_task(trees.view(3, 8))
         await publish(bus, a_batch(stored(2), seq=2))
         assert [match.num_blocks for match in service.index.match(hashes(1, 2))] == [1]
         may_end.set()
         await until(lambda: service.state.stream_sequence == 2)
+        stream_sequence, runs = await viewing
+        assert (stream_sequence, sum(run.num_blocks for run in runs)) == (2, 2)
         assert service.state.stats().audit_failures == 0
 
 

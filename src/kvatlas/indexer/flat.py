@@ -1,6 +1,6 @@
 """The fast index: the port's events and questions, put to the kernels over FlatRoom's arrays."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import accumulate, repeat
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvatlas.indexer import kernel
 from kvatlas.indexer.flat_room import FlatRoom, power_of_two
-from kvatlas.indexer.index import Match, MatchColumns, TreeNode, check_hash, check_packed
+from kvatlas.indexer.index import Match, MatchColumns, Runs, TreeNode, check_hash, check_packed
 from kvatlas.indexer.snapshot import Export, InvalidSnapshot, Parts, Room, check_numbers
 from kvatlas.indexer.snapshot_flat import (
     NUM_SET_COLUMNS,
@@ -19,6 +19,7 @@ from kvatlas.indexer.snapshot_flat import (
     read_flat,
 )
 from kvatlas.indexer.tree import ArrayRuns, radix_view
+from kvatlas.indexer.tree_copy import TreeCopy
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES, TierDigest, index_key
 from kvatlas.schemas.errors import IndexFull, UnknownInstance
 from kvatlas.schemas.ids import NUM_TIERS, Tier
@@ -196,6 +197,20 @@ class FlatRadixIndex(FlatRoom):
         num_holders = self._num_holders()
         columns = kernel.compress(self._cells, self._directory, num_holders, self._state)
         return radix_view(ArrayRuns(columns, self._instances), depth, width)
+
+    def copy_runs(self) -> Callable[[], Runs]:
+        num_segments = int(self._state[kernel.NUM_SEGMENTS])
+        copy = TreeCopy(
+            cells=self._cells[: num_segments * self._segment_cells].copy(),
+            segments=self._segments[:num_segments].copy(),
+            directory=self._directory.copy(),
+            rows=self._rows.copy(),
+            words=self._words.copy(),
+            masks=self._masks.copy(),
+            state=self._state.copy(),
+            is_swept=not self._forgotten,
+        )
+        return copy.runs
 
     def _slots(self, row: int) -> Iterator[tuple[int, Tier]]:
         start, length = self._rows[row, : kernel.BLOCKS].tolist()

@@ -1,6 +1,6 @@
 """The port: what an index of held blocks promises, and what it answers with."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -48,6 +48,28 @@ class TreeNode(msgspec.Struct, frozen=True):
     #: runs that follow, shown or not
     num_children: int
     children: tuple["TreeNode", ...]
+
+
+class Run(NamedTuple):
+    """What a view shows of a run, but for its place."""
+
+    hash_key: int
+    depth: int
+    num_blocks: int
+    num_pairs: int
+    holders: tuple[int, ...]
+
+
+class Runs(Protocol):
+    """The runs of an index, each known by a number of the adapter's choice."""
+
+    def below(self, run: int | None, width: int) -> tuple[Sequence[int], int]:
+        """Return the hottest runs that follow one (None: those at the top), and how many follow."""
+        ...
+
+    def describe(self, run: int) -> Run:
+        """Return what a run is."""
+        ...
 
 
 class PrefixIndex(Protocol):
@@ -145,7 +167,15 @@ class PrefixIndex(Protocol):
         """Return the top of the radix tree: runs of `depth` levels, the `width` hottest of each.
 
         Hottest is most (block, instance) pairs at or below. A run whose parent block nobody holds
-        stands at the top. O(index): for people, not for requests.
+        stands at the top. O(index), and may reclaim what forgotten instances held.
+        """
+        ...
+
+    def copy_runs(self) -> Callable[[], Runs]:
+        """Copy what the tree is made of, and change nothing. O(index): for a thread of its own.
+
+        What is returned makes the runs of the copy, in any thread, while the index goes on.
+        Questions may be asked during the copy; events may not come in.
         """
         ...
 

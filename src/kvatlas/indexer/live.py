@@ -4,8 +4,7 @@ The fold knows `exact`, `degraded` and `gone`. A live reader adds `catching_up` 
 seen the log to its end, and `stale` for who has been silent for too long; the worst of all counts.
 """
 
-from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Set
 
 import msgspec
 import numpy as np
@@ -17,8 +16,8 @@ from kvatlas.indexer.reader import (
     InstanceMatch,
     InstanceView,
     Roll,
-    TreeRun,
 )
+from kvatlas.indexer.tree import Tree
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 
@@ -28,17 +27,10 @@ SILENT = "silent"
 
 
 class LiveIndex:
-    """An IndexReader over another one, with trust by the clock of whoever calls `lay`.
+    """An IndexReader over another one, with trust by the clock of whoever calls `lay`."""
 
-    `changing` is entered around a question that reorders what the index holds: the tree.
-    """
-
-    def __init__(
-        self,
-        state: IndexReader,
-        changing: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._state, self._changing = state, changing
+    def __init__(self, state: IndexReader) -> None:
+        self._state = state
         self._is_catching_up = True
         self._silent: Set[InstanceId] = frozenset()
         self._version = 0
@@ -94,15 +86,17 @@ class LiveIndex:
                 self._serving[model] = found
         return found
 
-    def tree(self, depth: int, width: int) -> list[TreeRun]:
-        with self._changing():
-            return self._state.tree(depth, width)
+    def copy_tree(self) -> Callable[[], Tree]:
+        return self._state.copy_tree()
 
     def stats(self) -> IndexStats:
         return self._state.stats()
 
     def state_digest(self) -> str:
         return self._state.state_digest()
+
+    def digest_steps(self) -> Generator[None, None, str]:
+        return self._state.digest_steps()
 
     def _trust(self, instance: InstanceId, folded: Trust) -> Trust:
         worst = folded

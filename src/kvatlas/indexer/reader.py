@@ -1,7 +1,7 @@
 """The port that routers, pages and command lines read the index through, and its answers."""
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -11,6 +11,9 @@ from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import ENGINE_STALLED
+
+if TYPE_CHECKING:
+    from kvatlas.indexer.tree import Tree
 
 
 class InstanceMatch(NamedTuple):
@@ -161,6 +164,19 @@ class Roll:
         return len(self.instances)
 
 
+T = TypeVar("T")
+
+
+def finished(steps: Generator[None, None, T]) -> T:
+    """Return what a generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+
 class IndexReader(Protocol):
     """What the fleet holds, as of one stream sequence.
 
@@ -213,8 +229,12 @@ class IndexReader(Protocol):
         """
         ...
 
-    def tree(self, depth: int, width: int) -> list[TreeRun]:
-        """Return the top of the radix tree, hottest first. O(index): for people."""
+    def copy_tree(self) -> "Callable[[], Tree]":
+        """Copy what the radix tree is made of; what is returned makes it, in any thread.
+
+        O(index), both: for threads beside this one. Nothing may be folded in during the copy.
+        Raises NotAnsweredHere where another process has the index.
+        """
         ...
 
     def stats(self) -> IndexStats:
@@ -226,5 +246,12 @@ class IndexReader(Protocol):
 
         Two folds of the same messages have equal digests at every stream sequence, trust and
         counters aside. O(instances).
+        """
+        ...
+
+    def digest_steps(self) -> Generator[None, None, str]:
+        """Make `state_digest` bit by bit: yield after each instance, and return it.
+
+        Nothing may be folded in meanwhile.
         """
         ...

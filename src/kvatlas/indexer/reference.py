@@ -1,7 +1,8 @@
 """The index as one would explain it: the judge of the fast one, and its stand-in without numba."""
 
 import sys
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from itertools import count
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvatlas.indexer.index import Match, MatchColumns, TreeNode, check_hash, check_packed
+from kvatlas.indexer.index import Match, MatchColumns, Runs, TreeNode, check_hash, check_packed
 from kvatlas.indexer.snapshot import (
     Export,
     InvalidSnapshot,
@@ -133,12 +134,15 @@ class ReferenceIndex:
         return sum(sys.getsizeof(held) for tiers in self._held.values() for held in tiers)
 
     def tree(self, depth: int, width: int) -> list[TreeNode]:
+        return radix_view(self.copy_runs()(), depth, width)
+
+    def copy_runs(self) -> Callable[[], Runs]:
         slots: dict[int, set[tuple[int, Tier]]] = {}
         for instance, tiers in self._held.items():
             for tier in Tier:
                 for key in tiers[tier]:
                     slots.setdefault(key, set()).add((instance, tier))
-        return radix_view(PlainRuns(self._parents(), slots), depth, width)
+        return partial(PlainRuns, self._parents(), slots)
 
     def export(self, room: Room | None = None) -> Export:
         held = msgspec.msgpack.encode(self._held)

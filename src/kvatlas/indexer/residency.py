@@ -4,7 +4,7 @@ Called by IndexState alone, which has settled epoch and sequence before. An inst
 number is one that the index had no room for: it gets one when it stores something, or is in doubt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -16,6 +16,7 @@ from kvatlas.indexer.inventory_fold import InventoryFold
 from kvatlas.indexer.naming import NamedIndex, Place
 from kvatlas.indexer.reader import InstanceMatch, Roll, TreeRun
 from kvatlas.indexer.snapshot import Export, Exportable, Parts, Room
+from kvatlas.indexer.tree import Tree
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -153,6 +154,13 @@ class Residency:
         """Return the radix view with instances by name, but for runs that show in no answer yet."""
         runs = map(self._run, self._index.tree(depth, width))
         return [run for run in runs if run.holders or run.children]
+
+    def copy_tree(self, stream_sequence: int) -> Callable[[], Tree]:
+        """Copy what the tree is made of; see PrefixIndex.copy_runs."""
+        runs, hidden = self._index.copy_runs(), self._named.hidden
+        known = self._named.by_number.items()
+        names = {number: each.id for number, each in known if number not in hidden}
+        return lambda: Tree(runs(), names, stream_sequence)
 
     def num_blocks(self) -> int:
         """Return the number of distinct blocks, also of those that show in no answer yet."""

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -59,7 +59,7 @@ from kvatlas.indexer.stimuli import (
 )
 from kvatlas.indexer.superseded import SupersededEpochs
 from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions, log_changes
-from kvatlas.schemas.errors import BusUnavailable, IndexUnavailable, StreamRefused
+from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord
@@ -70,6 +70,8 @@ NOTHING_COMES = (
 )
 #: a broker that has not said where the log ends for this long may not take renewals either
 NO_LEADER_SECONDS = 2.0
+#: for how many times as long as it stood still the fold goes on, before it does so again for others
+REST_RATIO = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ class IndexService:
         self._conditions = conditions
         self._bus, self.state, self._name = bus, state, name
         self._settings = settings or ServiceSettings()
-        self._live = LiveIndex(state, self._changing)
+        self._live = LiveIndex(state)
         self.index: IndexReader = self._live
         self._publication = shared and IndexPublication(shared, self._live, state)
         self._window: AbstractContextManager[object] = self._publication or nullcontext()
@@ -160,8 +162,9 @@ class IndexService:
         #: at most one for each epoch of an instance: the fold proposes an expiry once
         self._records: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self.num_control_records = 0
-        #: while an audit reads the index in another thread: what came meanwhile
+        #: while the fold stands still, such as for an audit in another thread: what came meanwhile
         self._held_back: list[Callable[[], None]] | None = None
+        self._standing, self._rest_until = asyncio.Lock(), 0.0
         self._audited_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -345,18 +348,36 @@ class IndexService:
             for wanted in self.state.fleet.wanted_inventories():
                 self._execute(wanted)
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Let readers in other processes, and an audit in another thread, see no half of a change.
+    @asynccontextmanager
+    async def still(self) -> AsyncGenerator[None, None]:
+        """Fold nothing in for a while, so that all that is read is of one stream sequence.
 
-        Raises IndexUnavailable while an audit runs.
+        Another thread may read meanwhile. What comes waits; for most of the time the fold goes on,
+        however often it is asked to stand still.
         """
-        if self._held_back is not None:
-            raise IndexUnavailable("the index is being counted anew: ask again in a moment")
-        with self._window:
-            yield
+        async with self._standing:
+            await asyncio.sleep(self._rest_until - time.monotonic())
+            began = time.monotonic()
+            with self._held():
+                yield
+            seconds = time.monotonic() - began
+            self._rest_until = began + (1 + REST_RATIO) * seconds
+
+    @contextmanager
+    def _held(self) -> Iterator[list[Callable[[], None]]]:
+        """Yield what comes and is not folded in; in the end it is."""
+        self._held_back = held_back = list[Callable[[], None]]()
+        try:
+            yield held_back
+        finally:
+            self._held_back = None
+            for come in held_back:
+                come()
 
     def _handle(self, stimulus: Stimulus) -> None:
+        if self._held_back is not None:
+            self._held_back.append(partial(self._handle, stimulus))
+            return
         with self._window:
             effects = self.state.handle(stimulus)
         for effect in effects:
@@ -406,18 +427,13 @@ class IndexService:
         seconds = self._settings.audit_seconds
         if not seconds or time.monotonic() - self._audited_at < seconds:
             return
-        held_back: list[Callable[[], None]] = []
-        self._held_back = held_back
-        try:
-            broken = await asyncio.to_thread(self.state.audit)
-        finally:
-            self._held_back = None
-        self._audited_at = time.monotonic()
-        if broken:
-            _logger.error("the memory of the index has changed by itself: %s", broken[:8])
-            self._handle(AuditFailed(broken))
-        for come in held_back:
-            come()
+        async with self._standing:
+            with self._held() as held_back:
+                broken = await asyncio.to_thread(self.state.audit)
+                self._audited_at = time.monotonic()
+                if broken:
+                    _logger.error("the memory of the index has changed by itself: %s", broken[:8])
+                    held_back.insert(0, partial(self._handle, AuditFailed(broken)))
 
     def _propose(self, instance: InstanceId, epoch: int, kind: str) -> None:
         self._handle(Proposed(instance, epoch, kind, time.time_ns(), self._name))

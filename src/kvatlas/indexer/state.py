@@ -7,6 +7,8 @@ No I/O, no clock, no logger: the live service and a replay run exactly this, so 
 equal `state_digest`. What changes with time alone (silence, lag) is laid over it in live.py.
 """
 
+from collections.abc import Callable, Generator
+
 import msgspec
 import numpy as np
 import xxhash
@@ -25,6 +27,7 @@ from kvatlas.indexer.reader import (
     RejectedCount,
     Roll,
     TreeRun,
+    finished,
 )
 from kvatlas.indexer.records import Records
 from kvatlas.indexer.residency import Residency
@@ -43,6 +46,7 @@ from kvatlas.indexer.stimuli import (
     RequestInventory,
     Stimulus,
 )
+from kvatlas.indexer.tree import Tree
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import InstanceId, Tier
 
@@ -188,6 +192,9 @@ class IndexState:
     def tree(self, depth: int, width: int) -> list[TreeRun]:
         return self._residency.tree(depth, width)
 
+    def copy_tree(self) -> Callable[[], Tree]:
+        return self._residency.copy_tree(self._stream_sequence)
+
     def stats(self) -> IndexStats:
         rejected = sorted(self.fleet.rejected.items())
         return IndexStats(
@@ -202,11 +209,17 @@ class IndexState:
         )
 
     def state_digest(self) -> str:
-        content = [
-            (*each.id, each.epoch, each.seq, each.is_gone, *self._residency.digests(each).items())
-            for each in sorted(self.fleet.instances.values(), key=lambda each: each.id)
-        ]
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(content))
+        return finished(self.digest_steps())
+
+    def digest_steps(self) -> Generator[None, None, str]:
+        known, encode = self.fleet.instances, msgspec.msgpack.Encoder().encode
+        digest = xxhash.xxh3_128(_list_head(len(known)))
+        for name in self.names():
+            each = known[name]
+            digests = self._residency.digests(each).items()
+            digest.update(encode((*name, each.epoch, each.seq, each.is_gone, *digests)))
+            yield
+        return digest.hexdigest()
 
     # --- snapshots ----------------------------------------------------------------------------
 
@@ -277,3 +290,12 @@ class IndexState:
             divergent=dict(instance.divergent),
             muted=instance.muted.copy(),
         )
+
+
+def _list_head(length: int) -> bytes:
+    """Return what a msgpack list of so many items begins with."""
+    if length < 16:
+        return bytes([0x90 | length])
+    if length < 1 << 16:
+        return b"\xdc" + length.to_bytes(2)
+    return b"\xdd" + length.to_bytes(4)

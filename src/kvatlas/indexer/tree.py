@@ -8,35 +8,76 @@ A run ends where the chain branches or the holding slots change. The view walks 
 what costs O(index) is numbering the runs, which the fast index does in a kernel.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.indexer.index import TreeNode
+from kvatlas.indexer.index import Run, Runs, TreeNode
+from kvatlas.indexer.reader import TreeRun
+from kvatlas.schemas.ids import InstanceId
+
+#: of an answer: what makes it long is how many runs and holders it lists
+MAX_RUNS, MAX_HOLDERS = 512, 8_192
 
 
-class Run(NamedTuple):
-    """What a view shows of a run, but for its place."""
+class Tree(NamedTuple):
+    """A copy of the radix tree as of one stream sequence, with what its instances were called."""
 
-    hash_key: int
-    depth: int
-    num_blocks: int
-    num_pairs: int
-    holders: tuple[int, ...]
+    runs: Runs
+    #: of instances that show in answers, by their number in the index
+    names: Mapping[int, InstanceId]
+    stream_sequence: int
+
+    def view(
+        self, depth: int, width: int, max_runs: int = MAX_RUNS, max_holders: int = MAX_HOLDERS
+    ) -> Generator[None, None, list[TreeRun]]:
+        """Yield after each run of the view, and return its top.
+
+        `depth` levels of the `width` hottest runs each, level by level as far as the bounds allow;
+        runs that no instance shows are left out where they have none below.
+        """
+        shown: list[TreeRun] = []
+        below: list[list[int]] = [[]]
+        level: list[tuple[int, int | None]] = [(0, None)]
+        for _ in range(depth):
+            following: list[tuple[int, int | None]] = []
+            for place, run in level:
+                for child in self.runs.below(run, width)[0]:
+                    if len(shown) >= max_runs or max_holders <= 0:
+                        break
+                    shown.append(self._described(child))
+                    max_holders -= len(shown[-1].holders)
+                    below[place].append(len(shown))
+                    below.append([])
+                    following.append((len(shown), child))
+                    yield
+            level = following
+        # bottom up: a run stands behind the one above it
+        made: list[TreeRun | None] = [None] * (len(shown) + 1)
+        for place in range(len(shown), 0, -1):
+            children = _those(made, below[place])
+            if shown[place - 1].holders or children:
+                made[place] = msgspec.structs.replace(shown[place - 1], children=children)
+        return list(_those(made, below[0]))
+
+    def _described(self, run: int) -> TreeRun:
+        about, names = self.runs.describe(run), self.names
+        return TreeRun(
+            hash_key=about.hash_key,
+            depth=about.depth,
+            num_blocks=about.num_blocks,
+            holders=tuple(names[number] for number in about.holders if number in names),
+            num_pairs=about.num_pairs,
+            num_children=self.runs.below(run, 0)[1],
+            children=(),
+        )
 
 
-class Runs(Protocol):
-    """The runs of an index, each known by a number of the adapter's choice."""
-
-    def below(self, run: int | None, width: int) -> tuple[Sequence[int], int]:
-        """Return the hottest runs that follow one (None: those at the top), and how many follow."""
-        ...
-
-    def describe(self, run: int) -> Run:
-        """Return what a run is."""
-        ...
+def _those(made: Sequence[TreeRun | None], places: Sequence[int]) -> tuple[TreeRun, ...]:
+    return tuple(run for place in places if (run := made[place]) is not None)
 
 
 def radix_view(runs: Runs, depth: int, width: int, run: int | None = None) -> list[TreeNode]:

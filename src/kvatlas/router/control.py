@@ -21,12 +21,13 @@ from kvatlas.router.answers import (
     encoded,
 )
 from kvatlas.router.bodies import refuse_unknown
-from kvatlas.router.exposition import Exposition, Slices
+from kvatlas.router.exposition import Exposition, Slices, in_slices
 from kvatlas.router.loads import Load
 from kvatlas.router.problems import MEDIA_TYPE, headers_of, problem
 from kvatlas.router.service import RouterService
 from kvatlas.router.siblings import Siblings
 from kvatlas.router.signals import MAX_DECISION_ID
+from kvatlas.router.trees import Trees
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.errors import UnknownDecision
 from kvatlas.schemas.fleet import NamespaceDescriptor, Trust, WorkerInfo
@@ -109,7 +110,7 @@ def control_routes(
     conditions: Conditions,
 ) -> APIRouter:
     """Return the routes of the control API; what siblings decided is found through them."""
-    exposition = Exposition(registry)
+    exposition, trees = Exposition(registry), Trees(service.index, service.feed.still)
     routes = APIRouter(default_response_class=Response, dependencies=[Depends(known_query)])
 
     @routes.get("/", summary="Live page", responses={200: {"content": {"text/html": {}}}})
@@ -169,13 +170,15 @@ def control_routes(
 
     @routes.get("/v1/index/stats", summary="Counters of the index", responses=_json_of(StatsAnswer))
     async def stats() -> Response:
-        age, behind = _age(service), service.feed.lag.stream_sequences
-        index = service.index.stats()
+        async with service.feed.still():
+            digest = await in_slices(service.index.digest_steps())
+            age, behind = _age(service), service.feed.lag.stream_sequences
+            index = service.index.stats()
         return _json(
             StatsAnswer(
                 index,
                 index.rejected_total,
-                service.index.state_digest(),
+                digest,
                 service.feed.convergence_ms(),
                 behind,
                 age.stream_sequence,
@@ -193,8 +196,8 @@ def control_routes(
         depth: Annotated[int, Query(ge=1, le=16)] = 3,
         width: Annotated[int, Query(ge=1, le=64)] = 8,
     ) -> Response:
-        runs = tuple(_node(run) for run in service.index.tree(depth, width))
-        return _json(TreeAnswer(runs, service.index.stream_sequence))
+        stream_sequence, runs = await trees.view(depth, width)
+        return _json(TreeAnswer(tuple(map(_node, runs)), stream_sequence))
 
     @routes.get(
         "/v1/decisions/{decision_id}",

@@ -6,7 +6,8 @@ shown is of several moments, as it is of several processes.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -20,6 +21,8 @@ SLICE_SECONDS = 0.0005
 TURNS = 3
 #: samples between two looks at the clock
 SAMPLES_A_LOOK = 16
+
+T = TypeVar("T")
 
 _number_of: Callable[[float], str] = floatToGoString
 
@@ -58,6 +61,18 @@ class Slices:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             self._began = self._clock()
+
+
+async def in_slices(steps: Generator[None, None, T]) -> T:
+    """Return what a generator returns, with others' turns between its steps."""
+    pause = Slices()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        await pause.when_due()
 
 
 class _Only(Collector):

@@ -9,6 +9,7 @@ Synchronous, on one thread, without I/O: an answer stands on one state of the in
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -87,6 +88,10 @@ class IndexFeed(Protocol):
     @property
     def why_not_ready(self) -> str:
         """What it waits for; means nothing once it is ready."""
+        ...
+
+    def still(self) -> AbstractAsyncContextManager[None]:
+        """Fold nothing in while this is entered: what is read is of one stream sequence."""
         ...
 
     def convergence_ms(self) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from kvatlas.events.codec import DecodedBatch
@@ -39,6 +40,10 @@ class StillFeed:
         self.connected, self.is_ready = connected, is_ready
         self.lag = Lag(0, 0.0)
         self.why_not_ready = "the index is catching up"
+
+    @asynccontextmanager
+    async def still(self) -> AsyncGenerator[None, None]:
+        yield
 
     def convergence_ms(self) -> dict[str, float]:
         return {}

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -27,7 +27,6 @@ from kvatlas.indexer.reader import (
     InstanceMatch,
     InstanceView,
     Roll,
-    TreeRun,
 )
 from kvatlas.indexer.service import Lag
 from kvatlas.indexer.serving import ServingLists
@@ -36,6 +35,7 @@ from kvatlas.indexer.shared.arrays import MappedArrays
 from kvatlas.indexer.shared.attached import AttachedIndex
 from kvatlas.indexer.shared.folder import check_readable
 from kvatlas.indexer.shared.publication import PublishedFleet
+from kvatlas.indexer.tree import Tree
 from kvatlas.schemas.errors import FolderUnusable, ForeignFile, IndexUnavailable, NotAnsweredHere
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import NUM_TIERS, InstanceId, Tier
@@ -157,7 +157,7 @@ class AttachedState:
     def serving(self, model: str) -> list[InstanceView]:
         return self._consistently(lambda: self._serving.of(model), self._serving.of(model))
 
-    def tree(self, depth: int, width: int) -> list[TreeRun]:
+    def copy_tree(self) -> Callable[[], Tree]:
         raise NotAnsweredHere("the radix tree: ask the index that this router reads")
 
     def stats(self) -> IndexStats:
@@ -165,6 +165,10 @@ class AttachedState:
 
     def state_digest(self) -> str:
         return self._published().state_digest
+
+    def digest_steps(self) -> Generator[None, None, str]:
+        yield
+        return self.state_digest()
 
     def clock_offset_ns(self) -> int:
         """Return the broker's time less the monotonic clock of this host."""
@@ -398,14 +402,22 @@ class SharedIndexReader:
     def serving(self, model: str) -> list[InstanceView]:
         return self._now().serving(model)
 
-    def tree(self, depth: int, width: int) -> list[TreeRun]:
-        return self._now().tree(depth, width)
+    def copy_tree(self) -> Callable[[], Tree]:
+        return self._now().copy_tree()
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncGenerator[None, None]:
+        """Each answer stands on one state by itself."""
+        yield
 
     def stats(self) -> IndexStats:
         return self._now().stats()
 
     def state_digest(self) -> str:
         return self._now().state_digest()
+
+    def digest_steps(self) -> Generator[None, None, str]:
+        return self._now().digest_steps()
 
     def _now(self) -> LiveIndex:
         """Return the index with the trust that it deserves now."""
