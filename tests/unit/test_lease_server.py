@@ -190,3 +190,18 @@ async def test_a_source_is_announced_under_a_key(owner: Owner) -> None:
     announced = decode_source_announced(entry.value)
     reference = owner.source.reference
     assert (announced.agent, announced.metadata) == (reference.agent, reference.metadata)
+
+
+def test_an_owner_that_leaves_grants_no_more_and_knows_what_is_still_read(owner: Owner) -> None:
+    granted = owner.lease(0, 1)
+    assert isinstance(granted, LeaseGranted)
+    owner.lease(2)
+    owner.server.is_closing = True
+    refused = owner.lease(3)
+    assert isinstance(refused, LeaseMissing)
+    assert (refused.reason, refused.detail) == ("busy", "the owner leaves")
+    assert owner.server.num_leases == 2
+    owner.ask(LeaseRelease(lease_id=granted.lease_id))
+    assert owner.server.num_leases == 1
+    owner.now_ns += 100_000_000
+    assert owner.server.num_leases == 0

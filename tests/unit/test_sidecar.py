@@ -630,6 +630,41 @@ async def test_blocks_travel_between_two_sidecars(tmp_path: Path) -> None:
         assert (await b.channel.status()).transport == "memory"
 
 
+@pytest.mark.parametrize("leaving", [InstanceId("a", 0), InstanceId("b", 0)])
+async def test_a_pull_under_way_ends_before_the_owner_or_the_reader_that_leaves(
+    tmp_path: Path, leaving: InstanceId
+) -> None:
+    fabric, options = MemoryFabric(), {"transport": "memory", "drain_seconds": WAIT_SECONDS}
+    async with (
+        a_broker() as (broker, bus),
+        folded(bus, leaving) as folds,
+        beside(sidecar_options(tmp_path, "a", **options), broker.connect(), fabric) as a,
+        beside(sidecar_options(tmp_path, "b", **options), broker.connect(), fabric) as b,
+    ):
+        for one in (a, b):
+            await until(lambda one=one: one.sidecar._exchange is not None)  # type: ignore[misc]
+        exchange = a.sidecar._exchange
+        assert exchange is not None
+        assert a.pool is not None
+        assert b.pool is not None
+        [block] = chain_of(1)
+        a.pool.commit(0, block, block * (BLOCK_BYTES // 16))
+        b.pool.offer([7], block)
+        agent = f"a/0@{exchange._epoch}"
+        fabric.freeze(agent)
+        owners = [InstanceId("a", 0)]
+        pulling = asyncio.create_task(b.channel.pull(block, [7], owners, WAIT_SECONDS))
+        await until(lambda: exchange.num_leases == 1)
+        leaves = a if leaving.worker == "a" else b
+        leaves.sidecar.stop("test")
+        await until(lambda: folds[leaving].down == "test")
+        assert not leaves.running.done()
+        fabric.thaw(agent)
+        assert (await pulling).held == (0,)
+        assert b.pool.block(7) == block * (BLOCK_BYTES // 16)
+        assert await leaves.running == "test"
+
+
 async def test_blocks_asked_for_in_vain_are_removed_from_the_index(tmp_path: Path) -> None:
     fabric = MemoryFabric()
     options = sidecar_options(tmp_path, transport="memory")

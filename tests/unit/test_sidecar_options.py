@@ -81,7 +81,7 @@ def test_names_that_the_wire_cannot_carry_start_no_sidecar(more: dict[str, Any],
 
 
 def test_what_all_sidecars_are_told_alike_stands_once() -> None:
-    others = {"replicas", "fleet_key", "wire_version", "nixl", "metrics_address"}
+    others = {"drain_seconds", "replicas", "fleet_key", "wire_version", "nixl", "metrics_address"}
     shared = {*ReportingSettings.__struct_fields__, *others}
     assert shared_options(Settings()).keys() == shared
     assert shared <= set(SidecarOptions.__struct_fields__)

@@ -279,7 +279,8 @@ class SidecarSettings(ReportingSettings, frozen=True, forbid_unknown_fields=True
     #: needs its own, and reference workers answer at their own address as well
     metrics_address: str = ""
     #: a reference worker that leaves says so first and then serves on for so long, since routers
-    #: have just sent requests to it; long delays each update. 0: ends at once
+    #: have just sent requests to it; long delays each update. 0: ends at once. So long have
+    #: peers, too, to end what they read of any sidecar that leaves
     drain_seconds: Drain = 5.0
 
 

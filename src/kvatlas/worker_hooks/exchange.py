@@ -101,6 +101,15 @@ class BlockExchange:
         """Grant leases of this epoch from now on."""
         self._leases.table.epoch = epoch
 
+    @property
+    def num_leases(self) -> int:
+        """Leases that peers hold now."""
+        return self._leases.num_leases
+
+    def grant_no_more(self) -> None:
+        """Refuse leases from now on; those that are held end as they do otherwise."""
+        self._leases.is_closing = True
+
     async def answer_lease(self, payload: bytes) -> bytes:
         """Serve `kv.lease`."""
         return await self._leases.handle(payload)

@@ -73,6 +73,8 @@ class SlotDirectory:
                 self._slots_of[now] = (*self._slots_of.get(now, ()), slot)
 
 
+#: what an owner answers that has said that it is down, while leases are still held
+LEAVING = LeaseMissing(reason=MissingReason.busy, detail="the owner leaves")
 #: what an owner answers whose transport is not there yet, or not there again
 NOT_READY = LeaseMissing(reason=MissingReason.not_ready, detail="the owner's transport starts")
 
@@ -98,10 +100,18 @@ class LeaseServer:
         self._pool, self._sources, self._clock_ns = pool, sources, clock_ns
         self._on_not_held = on_not_held
         self._directory = SlotDirectory(pool)
+        #: nothing is granted any more: the owner leaves
+        self.is_closing = False
         # From the clock, so that the ids of an earlier incarnation mean nothing here.
         self.table = LeaseTable(
             fingerprint, epoch, pool.block_bytes, limits or LeaseLimits(), first_lease_id=clock_ns()
         )
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are held and have not expired."""
+        self.table.expire(self._clock_ns())
+        return len(self.table)
 
     async def handle(self, payload: bytes) -> bytes:
         """Serve the bus: request in, answer out."""
@@ -136,6 +146,8 @@ class LeaseServer:
             case LeaseRelease(lease_id=lease_id):
                 return self._release(lease_id)
             case LeaseRequest():
+                if self.is_closing:
+                    return LEAVING
                 return self.table.refusal(request) or self._grant(request, now_ns)
 
     def _release(self, lease_id: int) -> LeaseReleased:

@@ -26,6 +26,7 @@ from kvatlas.schemas.settings import (
     Replicas,
     ReportingSettings,
     Settings,
+    SidecarSettings,
     WireVersion,
 )
 from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
@@ -112,6 +113,8 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     namespace_mute_seconds: Seconds = 1.0
     #: how long a stopping sidecar waits for the broker
     stop_seconds: Seconds = 5.0
+    #: and then, at most, for peers that read blocks of it and for pulls under way
+    drain_seconds: Annotated[float, Meta(ge=0)] = SidecarSettings().drain_seconds
     #: the sidecar ends with this process; 0 takes the one that writes to the ring
     parent_pid: Annotated[int, Meta(ge=0)] = 0
 
@@ -141,7 +144,7 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     @property
     def stop_limit_seconds(self) -> float:
         """Seconds after which a stopping sidecar is ended: its own, and those of its parts."""
-        return self.stop_seconds + STOP_SLACK_SECONDS
+        return self.stop_seconds + self.drain_seconds + STOP_SLACK_SECONDS
 
     @property
     def instance(self) -> InstanceId:
@@ -210,6 +213,7 @@ def shared_options(settings: Settings) -> dict[str, Any]:
     """Return what the settings say of any sidecar, by its name in `SidecarOptions`."""
     reporting = ReportingSettings.__struct_fields__
     return {name: getattr(settings.sidecar, name) for name in reporting} | {
+        "drain_seconds": settings.sidecar.drain_seconds,
         "replicas": settings.log.replicas,
         "fleet_key": settings.fleet.key_bytes,
         "wire_version": settings.fleet.wire_version,

@@ -139,6 +139,8 @@ class Sidecar:
         self._is_epoch_over = asyncio.Event()
         #: an epoch of this name that was seen in the log; ours has to be above
         self._seen_epoch = 0
+        #: pulls of the engine under way; none begins once it has said goodbye
+        self._num_pulls, self._is_leaving = 0, False
         self._refusals = Backoff(REFUSED_SECONDS, MAX_REFUSED_SECONDS, 2 * MAX_REFUSED_SECONDS)
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: "missing_REASON", of blocks that a pull did not bring, from the first one on
@@ -180,6 +182,7 @@ class Sidecar:
             watching.cancel()
             if reason != FENCED:
                 await self._say_goodbye(reason)
+                await self._finish_transfers()
             connection.cancel()
         return reason
 
@@ -470,8 +473,14 @@ class Sidecar:
 
     async def _answer(self, question: Question) -> Answer:
         match question:
+            case PullBlocks() if self._is_leaving:
+                return missing_all(question, MissingReason.no_transport)
             case PullBlocks():
-                return await self._pull(question)
+                self._num_pulls += 1
+                try:
+                    return await self._pull(question)
+                finally:
+                    self._num_pulls -= 1
             case Flush(id):
                 await self._flush()
                 return Flushed(id, self._outbox.epoch or 0, self._outbox.last_seq)
@@ -579,6 +588,24 @@ class Sidecar:
                 self._outbox.add([WorkerDown(reason)])
                 await self._until_accepted()
                 await self._until_stored()
+
+    async def _finish_transfers(self) -> None:
+        """Let peers read what they have leases of, and pulls under way end; begin no new ones.
+
+        For `drain_seconds` at most: a peer that has died holds its leases to their end.
+        """
+        end_at = time.monotonic() + self._options.drain_seconds
+        self._is_leaving = True
+        if self._exchange is not None:
+            self._exchange.grant_no_more()
+        while self._num_transfers and time.monotonic() < end_at:
+            self._ring.beat()
+            await asyncio.sleep(POOL_SECONDS)
+
+    @property
+    def _num_transfers(self) -> int:
+        lent = 0 if self._exchange is None else self._exchange.num_leases
+        return lent + self._num_pulls
 
 
 async def _retrying(problem: str, action: Callable[[], Awaitable[T]]) -> T:
