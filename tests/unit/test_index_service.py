@@ -631,6 +631,28 @@ async def test_while_the_index_is_counted_nothing_changes_it(
         assert service.state.stats().audit_failures == 0
 
 
+async def test_what_this_replica_finds_waits_too_while_the_fold_stands_still(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_service(bus) as service:
+        await publish(bus, a_batch(up(), stored(1)))
+        await until(is_exact(service))
+        num_looks = 0
+
+        def lapsed(*_given: object) -> list[tuple[InstanceId, int]]:
+            nonlocal num_looks
+            num_looks += 1
+            return [(W1, 1)]
+
+        async with service.still():
+            monkeypatch.setattr(service._lapses, "due", lapsed)
+            await publish(bus, a_batch(stored(2), seq=2))
+            await until(lambda: num_looks > 1)
+            [view] = service.index.instances()
+            assert (view.trust, view.seq) == (Trust.exact, 1)
+        await until(lambda: service.index.instances()[0].trust is Trust.gone)
+
+
 # --- a log that takes nothing ---------------------------------------------------------------------
 
 
