@@ -650,6 +650,7 @@ async def test_what_this_replica_finds_waits_too_while_the_fold_stands_still(
             await until(lambda: num_looks > 1)
             [view] = service.index.instances()
             assert (view.trust, view.seq) == (Trust.exact, 1)
+            assert not service.state.fleet.instances[W1].is_expiring
         await until(lambda: service.index.instances()[0].trust is Trust.gone)
 
 
