@@ -6,8 +6,10 @@ One event in: encoded bytes until the index is changed, on both sides (`stored`,
 `removed`; `fold ...` is our service's whole step, with order, epochs and trust). One match out, in
 three forms: `as a dict` has equal content on both sides, worker and depth, and gives the ratios
 `match_...`; `match` is a list of named tuples with each depth split by tier, which the peer does
-not know (`..._split_by_tier`); `as columns` is that as arrays. Both sides hold the same chains,
-events arrive in the same order, and everything runs on one CPU, which is Dynamo's best case.
+not know (`..._split_by_tier`); `as columns` is that as arrays, and what the router reads. Up to
+2,048 blocks `as a dict` has no target: its time is that of a Python object per holder, which no
+request of the router makes. Both sides hold the same chains, events arrive in the same order, and
+everything runs on one CPU, which is Dynamo's best case.
 
 Figures are microseconds, the mean over an event or a call; each side's repetitions take turns.
 Memory is the growth of a fresh process. Needs Linux.

@@ -2,8 +2,9 @@
 
     .venv/bin/python tests/bench/report.py [--results FOLDER] [--docs FOLDER]
 
-A bench that is unknown here gets the same section, without pictures and targets. Equal results give
-equal bytes.
+A bench that is unknown here gets the same section, without pictures and targets. What results/ has
+as NAME.md beside NAME.json is put into its section, behind the targets: what limits a figure, and
+the profile that shows it. Equal results give equal bytes.
 """
 
 import sys
@@ -65,7 +66,8 @@ def main() -> None:
     sections = [INTRO, *reached(found)]
     for results in found:
         pictures = draw(results["bench"], results["rows"], asked.docs / "benchmarks")
-        sections += section(results, pictures)
+        notes = asked.results / f"{results['bench']}.md"
+        sections += section(results, pictures, notes.read_text() if notes.exists() else "")
     asked.docs.mkdir(parents=True, exist_ok=True)
     page = asked.docs / "benchmarks.md"
     page.write_text("\n".join(sections))
@@ -93,7 +95,9 @@ def reached(found: Iterable[Results]) -> Iterator[str]:
     yield table(["bench", "figure", "measured", "target", ""], rows)
 
 
-def section(results: Results, pictures: Sequence[tuple[str, str]]) -> Iterator[str]:
+def section(
+    results: Results, pictures: Sequence[tuple[str, str]], notes: str = ""
+) -> Iterator[str]:
     """Yield all about one bench."""
     bench = results["bench"]
     yield f"## {bench}\n"
@@ -108,6 +112,8 @@ def section(results: Results, pictures: Sequence[tuple[str, str]]) -> Iterator[s
                 for key, value in results[name].items()
             ]
             yield table([name, "", "target", ""], lines)
+    if notes:
+        yield notes
     for title, file in pictures:
         yield f"![{title}](benchmarks/{file})\n"
     for name, rows in cases(results["rows"]).items():

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -182,9 +182,9 @@ class Dynamo:
 
 
 @contextlib.contextmanager
-def kvatlas_side() -> Generator[Kvatlas, None, None]:
-    """Run `kvatlas serve` and its fleet."""
-    command = [sys.executable, "-P", "-m", "kvatlas", "serve", "--port", "0", "--json"]
+def kvatlas_side(program: Sequence[str] = ("-m", "kvatlas")) -> Generator[Kvatlas, None, None]:
+    """Run `kvatlas serve`, or a program that runs it, and its fleet."""
+    command = [sys.executable, "-P", *program, "serve", "--port", "0", "--json"]
     command += ["--parent-pid", str(os.getpid())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout

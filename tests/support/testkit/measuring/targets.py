@@ -23,8 +23,6 @@ TARGETS: dict[str, dict[str, Target]] = {
         "apply_stored_unique_64": Target(4),
         "apply_stored_shared_64": Target(4),
         "apply_removed_64": Target(3),
-        "match_512": Target(5),
-        "match_2048": Target(5),
         "match_8192": Target(3),
         "bytes_per_pair_alone_before_growth": Target(30, at_least=False),
         "bytes_per_pair_alone_mean": Target(45, at_least=False),
