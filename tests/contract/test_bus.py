@@ -15,6 +15,7 @@ from kvatlas.schemas.errors import (
     RequestFailed,
     RequestTimedOut,
     StreamRefused,
+    UnknownDecision,
 )
 from testkit.bus import Collected, a_stream
 from testkit.waiting import until
@@ -267,6 +268,21 @@ async def test_a_handler_that_raises_answers_and_goes_on(connect: Connect) -> No
         with pytest.raises(RequestFailed, match=r"lease.a: ValueError: no bad ones"):
             await client.request("lease.a", b"bad", 30.0)
         assert await client.request("lease.a", b"good", 30.0) == b"good"
+
+
+async def test_a_request_that_is_refused_leaves_no_line_in_the_log(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(payload: bytes) -> bytes:
+        raise UnknownDecision(payload.decode())
+
+    async with connect() as server, connect() as client:
+        await server.serve("lease.a", refuse)
+        caplog.clear()
+        for _ in range(3):
+            with pytest.raises(RequestFailed, match="UnknownDecision: no decision 'd1'"):
+                await client.request("lease.a", b"d1", 30.0)
+    assert [each for each in caplog.records if each.levelname != "DEBUG"] == []
 
 
 async def test_requests_are_answered_side_by_side(connect: Connect) -> None:

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from kvatlas.router.loads import Load, Loads
@@ -286,6 +287,14 @@ def test_ten_thousand_instances_come_and_go(world: World) -> None:
         world.done(f"r{n}")
     assert world.loads.num_workers <= 2 * SETTINGS.request_timeout_seconds + 2
     assert len(world.loads) == 0
+
+
+def test_no_timeout_is_too_short_to_route_with() -> None:
+    loads = Loads(msgspec.structs.replace(SETTINGS, request_timeout_seconds=1e-300))
+    for second in (1e6, 1e6, 2e6):  # so large that a short timeout added to it is lost
+        loads.of(W1, 1, "m", second)
+        loads.routed("a", W1, Plan(16, 0, (), 100), 0.0, second)
+        assert loads.num_workers == 1
 
 
 def test_what_an_earlier_epoch_had_to_do_is_not_shown_of_a_later_one(world: World) -> None:

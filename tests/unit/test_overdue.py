@@ -6,7 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from kvatlas.router.overdue import MAX_PROBE_SECONDS, MAX_WATCHED, OverdueRequests
+from kvatlas.router.overdue import (
+    MAX_PROBE_SECONDS,
+    MAX_WATCHED,
+    PROBE_REQUESTS,
+    PROBE_SECONDS,
+    OverdueRequests,
+)
 from kvatlas.schemas.ids import InstanceId
 
 W0, W1, W2 = InstanceId("w0", 0), InstanceId("w1", 0), InstanceId("w2", 0)
@@ -60,7 +66,7 @@ def test_a_worker_that_answers_no_more_is_left_out_and_said_why() -> None:
     fleet.go_on(14, W0, W1)
     assert set(fleet.overdue.left_out(fleet.now)) == {W0}
     reason = fleet.overdue.reason(W0, fleet.now)
-    assert reason.startswith("overdue: no report about ")
+    assert reason.startswith("overdue: no answer reported to ")
     assert fleet.overdue.num_suspected == 1
 
 
@@ -76,14 +82,81 @@ def test_it_is_tried_again_now_and_then_and_taken_back_when_it_answers() -> None
         tried += [fleet.now] if is_open else []
         fleet.now += 1.0
     assert fleet.suspects == {W0}
-    pauses = [after - before for before, after in pairwise(tried)]
-    assert [pause for pause in pauses if pause > 1.0][:3] == [11.0, 20.0, 40.0]
-    assert set(pauses[-4:]) == {MAX_PROBE_SECONDS}
+    pauses = [after - before for before, after in pairwise(tried) if after - before > 1.0]
+    assert len(pauses) > 10
+    assert pauses[1:] == [float(PROBE_REQUESTS)] * len(pauses[1:])
     fleet.hung.clear()
     fleet.now += MAX_PROBE_SECONDS
     assert not fleet.overdue.left_out(fleet.now)
     fleet.send(W0)
     assert fleet.suspects == set()
+
+
+@pytest.mark.parametrize(
+    ("num_elsewhere", "pause"), [(200, PROBE_SECONDS), (2, 10.0), (0, MAX_PROBE_SECONDS)]
+)
+def test_a_suspect_gets_a_small_part_of_few_and_of_many_requests(
+    num_elsewhere: int, pause: float
+) -> None:
+    fleet = Fleet()
+    fleet.go_on(20, W0, W1)
+    fleet.hung.add(W0)
+    fleet.go_on(14, W0, W1)
+    fleet.now += MAX_PROBE_SECONDS
+    began = fleet.now
+    fleet.send(W0)
+    while W0 in fleet.overdue.left_out(fleet.now):
+        fleet.send(*[W1] * num_elsewhere)
+        fleet.now += 1.0
+    assert fleet.now - began == pause
+
+
+@pytest.mark.parametrize("seconds", [12, 600])
+def test_one_honest_client_takes_a_healthy_worker_back_however_many_never_report(
+    seconds: int,
+) -> None:
+    fleet = Fleet()
+    fleet.go_on(20, W0, W1)
+    for _ in range(seconds):  # another client asks for W0 only and sends nothing there
+        left_out = fleet.overdue.left_out(fleet.now)
+        for number in range(50):
+            to = W1 if W0 in left_out else W0
+            fleet.overdue.routed(f"a{fleet.now}-{number}", to, 1, 100.0, fleet.now)
+        fleet.go_on(1, W1)
+    assert fleet.suspects == {W0}
+    stopped_at = fleet.now
+    while fleet.suspects:
+        fleet.send(W1 if W0 in fleet.overdue.left_out(fleet.now) else W0)
+        fleet.now += 0.25
+    assert fleet.now - stopped_at <= PROBE_SECONDS + 0.25
+
+
+def test_an_answer_to_another_router_clears_a_suspect() -> None:
+    fleet = Fleet()
+    fleet.go_on(20, W0, W1)
+    fleet.share = {W0: 0.0}
+    fleet.go_on(14, W0, W1)
+    assert fleet.suspects == {W0}
+    fleet.overdue.answered(W0, fleet.now)
+    assert fleet.suspects == set()
+    fleet.overdue.answered(W2, fleet.now)  # never routed to from here
+    for _ in range(300):
+        fleet.go_on(1, W0, W1)
+        fleet.overdue.answered(W0, fleet.now)
+    assert fleet.overdue.num_suspected == 1
+
+
+def test_requests_of_other_models_are_no_reason_to_try_a_suspect() -> None:
+    fleet = Fleet()
+    fleet.go_on(20, W0, W1)
+    fleet.hung.add(W0)
+    fleet.go_on(14, W0, W1)
+    fleet.now += MAX_PROBE_SECONDS
+    fleet.send(W0)
+    for number in range(10 * PROBE_REQUESTS):
+        fleet.overdue.routed(f"m{number}", W2, 1, 100.0, fleet.now, model="another")
+    fleet.now += PROBE_SECONDS
+    assert set(fleet.overdue.left_out(fleet.now)) == {W0}
 
 
 def test_a_late_report_clears_a_suspect() -> None:

@@ -43,7 +43,9 @@ class Group:
 
     async def join(self) -> Sibling:
         router = self.fleet.router(counts_ids=False)
-        state = SiblingState(router.router_id, router.loads, router.overlay, router.failures)
+        state = SiblingState(
+            router.router_id, router.loads, router.overlay, router.failures, router.overdue
+        )
         bus = await self._stack.enter_async_context(self._broker.connect())
         siblings = Siblings(bus, state, router.log.find, router.clock)
         await self._stack.enter_async_context(siblings)
@@ -156,6 +158,33 @@ async def test_a_decision_is_found_from_any_router(group: Group) -> None:
     for unknown in ("", "0" * 28, answer.decision_id[:-1] + "x", "nonsense"):
         with pytest.raises(UnknownDecision):
             await other.siblings.decision(unknown)
+
+
+async def test_a_router_asks_nobody_for_a_decision_of_its_own(group: Group) -> None:
+    one = await group.join()
+    answer = one.router.route(a_request(PROMPT))
+    with pytest.raises(UnknownDecision):  # what it has is found before siblings are asked
+        await one.siblings.decision(answer.decision_id)
+
+
+async def test_what_others_are_told_of_a_worker_clears_it_here_too(group: Group) -> None:
+    one, other = await group.join(), await group.join()
+    told = [one.router.route(a_request(a_prompt(160, start=1_000 * n))) for n in range(12)]
+    for each in told:
+        one.router.done(each.decision_id, Report())
+    hung = told[0].worker
+    for _ in range(40):  # a client that never reports what it asked one router
+        for n in range(12):
+            answer = one.router.route(a_request(a_prompt(160, start=1_000 * n)))
+            if answer.worker != hung:
+                one.router.done(answer.decision_id, Report())
+        one.router.clock.advance(1.0)
+    assert one.router.overdue_at(InstanceId(hung, 0)).startswith("overdue: ")
+    theirs = [other.router.route(a_request(a_prompt(160, start=50_000 + n))) for n in range(6)]
+    served = next(each for each in theirs if each.worker == hung)
+    await until(lambda: one.router.loads.instance_of(served.decision_id) is not None)
+    other.router.done(served.decision_id, Report())
+    await until(lambda: not one.router.overdue_at(InstanceId(hung, 0)))
 
 
 async def test_nonsense_on_the_subject_is_counted_and_changes_nothing(group: Group) -> None:

@@ -11,6 +11,7 @@ from kvatlas.events.bus import OnRequest
 from kvatlas.events.nats_connection import NatsConnection
 from kvatlas.events.nats_errors import DRIVER_ERRORS
 from kvatlas.events.nats_listening import NatsListener
+from kvatlas.schemas.errors import KvatlasError
 
 #: a reply with this header is an error, told by its value
 ERROR_HEADER = "Kvatlas-Error"
@@ -62,7 +63,10 @@ class NatsService:
         # gathered, so that whatever the handler raises comes back as a value
         (answer,) = await asyncio.gather(self._handle(request.data), return_exceptions=True)
         if isinstance(answer, BaseException):
-            _logger.warning("a request to %s failed", self._subject, exc_info=answer)
+            if not isinstance(
+                answer, KvatlasError
+            ):  # a refusal is an answer, and any client's work
+                _logger.warning("a request to %s failed", self._subject, exc_info=answer)
             await _answer_error(client, request, f"{type(answer).__name__}: {answer}")
         elif len(answer) > client.max_payload:
             await _answer_error(client, request, f"an answer of {len(answer)} bytes")

@@ -275,7 +275,8 @@ class Loads:
             unseen = [
                 instance
                 for instance, worker in self._workers.items()
-                if worker.seen_at + timeout <= now and not worker.in_flight
+                # not `seen_at + timeout <= now`, which a short timeout is lost in
+                if now - worker.seen_at > timeout and not worker.in_flight
             ]
             for instance in unseen:
                 self._leave(instance)

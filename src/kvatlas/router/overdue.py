@@ -3,6 +3,10 @@
     routed --due--> overdue --report, or its blocks appear--> answered, however late
                        `--more of them than chance leaves unreported--> suspect: probed only
 
+A client that never reports, or that sends no request after asking where to, looks the same. What
+it costs a healthy worker is bounded: a suspect is tried again after PROBE_SECONDS, and its first
+answer to any client clears it. PROBE_REQUESTS bounds what a hung worker costs.
+
 An engine may hang while all that watches it looks alive. What a router sees are requests of which
 it hears nothing. It also hears nothing where clients do not report, or not all of them. So a worker
 is suspected only if reports about it came before, if reports about others go on, and if its clients
@@ -10,12 +14,12 @@ would leave so many requests unreported by chance less often than MAX_CHANCE.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
 from msgspec import Struct
 
-from kvatlas.backoff import Backoff
 from kvatlas.schemas.ids import InstanceId
 
 #: fewer requests without an answer say nothing about a worker
@@ -26,8 +30,10 @@ MAX_CHANCE = 1e-5
 MEMORY = 0.99
 #: what the latest report adds to what is known of how late they come
 SMOOTHING = 0.05
-#: between two requests that try a suspect again, at most
-MAX_PROBE_SECONDS = 60.0
+#: a suspect is tried again not before so many seconds, nor before so many requests of its model
+#: went elsewhere, unless MAX_PROBE_SECONDS have passed: a hung worker gets a small part of few and
+#: of many requests, and a healthy one is kept out no longer than by failures that were reported
+PROBE_SECONDS, PROBE_REQUESTS, MAX_PROBE_SECONDS = 5.0, 20, 60.0
 #: requests watched; further ones are not, which only makes suspicion slower
 MAX_WATCHED = 100_000
 #: instances known; more, and the first is forgotten, which only clears it
@@ -52,6 +58,7 @@ class _Worker(Struct):
     """What is known of one incarnation of an instance."""
 
     epoch: int
+    model: str
     #: when it showed last that it answers
     heard_at: float = -inf
     #: of its requests before those that are overdue now, those reported and not, the older less
@@ -60,8 +67,10 @@ class _Worker(Struct):
     #: requests routed since it was heard that are overdue; when the first of these was routed
     num_overdue: int = 0
     owes_since: float = 0.0
-    #: set while it is suspected: when it may be tried again
-    probes: Backoff | None = None
+    #: set while it is suspected: when it was tried last, and how many requests of its model were
+    #: routed until then
+    tried_at: float | None = None
+    num_routed_then: int = 0
 
     @property
     def share_reported(self) -> float:
@@ -90,6 +99,8 @@ class OverdueRequests:
         self._workers: dict[InstanceId, _Worker] = {}
         #: those that are suspected
         self._suspects: dict[InstanceId, _Worker] = {}
+        #: requests routed, by the model of their worker
+        self._num_routed = Counter[str]()
         #: seconds from a route to its first report beyond the prediction, smoothed
         self._delay_seconds = 0.0
         #: requests that became overdue, and workers that became suspects, so far
@@ -106,16 +117,20 @@ class OverdueRequests:
         expected_ms: float,
         now: float,
         new_block: bytes = b"",
+        model: str = "",
     ) -> None:
-        """Watch a request that was sent to an instance, to a suspect as its probe."""
+        """Watch a request that was sent to an instance of a model, to a suspect as its probe."""
         worker = self._workers.get(instance)
         if worker is None or worker.epoch < epoch:
             self._suspects.pop(instance, None)
-            worker = self._workers[instance] = _Worker(epoch)
+            worker = self._workers[instance] = _Worker(epoch, model)
             if len(self._workers) > MAX_WORKERS:
                 self._forget(next(iter(self._workers)))
-        if worker.probes is not None:
-            worker.probes.next(now)
+            if len(self._num_routed) > MAX_WORKERS:
+                self._num_routed.clear()  # of models whose workers are gone
+        self._num_routed[worker.model] += 1
+        if worker.tried_at is not None:
+            self._try(worker, now)
         if len(self._due) >= MAX_WATCHED:
             return
         expected_seconds = expected_ms / 1000 + self._delay_seconds
@@ -134,6 +149,11 @@ class OverdueRequests:
             self._delay_seconds += SMOOTHING * (delay - self._delay_seconds)
         self._hear(watched.instance, worker, now)
         worker.count(1, 0)
+
+    def answered(self, instance: InstanceId, now: float) -> None:
+        """Take in that an instance answered a request that another router sent; it clears it."""
+        if worker := self._workers.get(instance):
+            self._hear(instance, worker, now)
 
     def look(self, now: float, is_held: IsHeld) -> None:
         """Find what has become overdue; to be called before suspects are asked for."""
@@ -162,7 +182,7 @@ class OverdueRequests:
         return {
             instance: self.reason(instance, now)
             for instance, worker in self._suspects.items()
-            if worker.probes is not None and worker.probes.seconds_left(now)
+            if not self._may_be_tried(worker, now)
         }
 
     def reason(self, instance: InstanceId, now: float) -> str:
@@ -171,7 +191,17 @@ class OverdueRequests:
         if worker is None:
             return ""
         seconds = now - worker.owes_since
-        return f"overdue: no report about {worker.num_overdue} requests for {seconds:.0f} s"
+        return f"overdue: no answer reported to {worker.num_overdue} requests for {seconds:.0f} s"
+
+    def _try(self, worker: _Worker, now: float) -> None:
+        worker.tried_at, worker.num_routed_then = now, self._num_routed[worker.model]
+
+    def _may_be_tried(self, worker: _Worker, now: float) -> bool:
+        seconds = inf if worker.tried_at is None else now - worker.tried_at
+        num_routed = self._num_routed[worker.model] - worker.num_routed_then
+        # fewer than then: they were counted anew
+        is_small_part = not 0 <= num_routed < PROBE_REQUESTS
+        return seconds >= (PROBE_SECONDS if is_small_part else MAX_PROBE_SECONDS)
 
     def _forget(self, instance: InstanceId) -> None:
         self._workers.pop(instance, None)
@@ -180,7 +210,7 @@ class OverdueRequests:
     def _hear(self, instance: InstanceId, worker: _Worker, now: float) -> None:
         """The worker answers: what it owed until now was left unreported by its clients."""
         worker.count(0, worker.num_overdue)
-        worker.heard_at, worker.num_overdue, worker.probes = now, 0, None
+        worker.heard_at, worker.num_overdue, worker.tried_at = now, 0, None
         self._suspects.pop(instance, None)
 
     def _owe(self, watched: _Watched, worker: _Worker, now: float) -> None:
@@ -191,10 +221,9 @@ class OverdueRequests:
         if not worker.num_overdue:
             worker.owes_since = watched.routed_at
         worker.num_overdue += 1
-        if worker.probes is None and self._is_suspect(watched.instance, worker):
+        if worker.tried_at is None and self._is_suspect(watched.instance, worker):
             self.num_suspected += 1
-            worker.probes = Backoff(self._least_seconds, MAX_PROBE_SECONDS, inf)
-            worker.probes.next(now)
+            self._try(worker, now)
             self._suspects[watched.instance] = worker
 
     def _is_suspect(self, instance: InstanceId, worker: _Worker) -> bool:

@@ -216,13 +216,13 @@ class RouterService:
         expected_ms = decision.chosen.expected_ttft_ms
         is_new = plan.reuse_blocks * BLOCK_HASH_BYTES < len(chain)
         new_block = chain[-BLOCK_HASH_BYTES:] if is_new else b""
-        self.overdue.routed(decision.id, instance, epoch, expected_ms, now, new_block)
+        # not by the name in the request: loads belong to the worker's own model
+        model = lineup.infos[taken.chosen].model
+        self.overdue.routed(decision.id, instance, epoch, expected_ms, now, new_block, model)
         self.overlay.expect(decision.id, (instance, epoch), chain, now)
         if self.overlay.num_lapsed > MAX_LAPSED:
             self.settle_predictions(SETTLED_A_ROUTE)
         known = chain[:MAX_CHAIN_BYTES]
-        # not by the name in the request: loads belong to the worker's own model
-        model = lineup.infos[taken.chosen].model
         self.say(Routed(decision.id, model, *instance, epoch, plan, transfer_ms, known))
         self.log.record(decision, question)
         count = request.max_candidates or self.settings.max_candidates

@@ -165,8 +165,12 @@ class SiblingState:
         self._overlay.expect(signal.decision_id, (instance, signal.epoch), signal.chain, now)
 
     def _hear(self, decision_id: str, report: Report, now: float) -> None:
-        if self._overdue is not None and not report.failed:
-            self._overdue.reported(decision_id, now)
+        if self._overdue is None or report.failed:
+            return
+        self._overdue.reported(decision_id, now)
+        # of another router's request, which is not watched here, it says as much of the worker
+        if instance := self._loads.instance_of(decision_id):
+            self._overdue.answered(instance, now)
 
     def _done(self, signal: Done, now: float) -> None:
         instance = self._loads.instance_of(signal.decision_id)
@@ -229,9 +233,13 @@ class Siblings:
 
     async def decision(self, decision_id: str) -> Decision:
         """Return a decision of another router. Raises UnknownDecision."""
+        router = router_of(decision_id)
+        if router == self._state.router_id:
+            raise UnknownDecision(decision_id)
         try:
-            subject = router_subject(router_of(decision_id))
-            answer = await self._bus.request(subject, decision_id.encode(), ASK_SECONDS)
+            answer = await self._bus.request(
+                router_subject(router), decision_id.encode(), ASK_SECONDS
+            )
             return decode_decision(answer)
         except (BusUnavailable, RequestFailed, MalformedBatch):
             raise UnknownDecision(decision_id) from None
