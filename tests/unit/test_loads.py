@@ -223,6 +223,22 @@ class TestRates:
         slow, fast = world.of(W1), world.of(W2)
         assert slow.compute_ms_per_token <= 9 * fast.compute_ms_per_token
 
+    @pytest.mark.parametrize("num_honest", [0, 1, 10])
+    def test_false_reports_about_one_leave_others_comparable_at_once(
+        self, world: World, num_honest: int
+    ) -> None:
+        for n in range(num_honest):
+            world.routed(f"true{n}", 1_000, W1)
+            world.now += 1.0
+            world.done(f"true{n}", Report(computed_tokens=1_000, prefill_ms=1_000.0))
+        for n in range(200):  # in less than the interval of comparisons
+            world.routed(f"other{n}", 1_000, W1)
+            world.routed(f"false{n}", 1_000, W2)
+            world.now += 0.001
+            world.done(f"false{n}", Report(computed_tokens=1_000, prefill_ms=1e-3))
+        slow, fast = world.of(W1), world.of(W2)
+        assert slow.compute_ms_per_token <= 9 * fast.compute_ms_per_token
+
     def test_a_worker_that_is_avoided_is_judged_as_its_peers_after_a_while(
         self, world: World
     ) -> None:

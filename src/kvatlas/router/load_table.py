@@ -150,7 +150,7 @@ class WorkerLoad:
         self._set_rates()
 
     def follow(self, compute_rate: float, pull_rate: float) -> None:
-        """Take the model's rates as they are by now, as far as too little is learnt of its own."""
+        """Stay near the model's rates as they are by now; take them if little is learnt of it."""
         self._compute.follow(compute_rate)
         self._pull.follow(pull_rate)
         self._set_rates()

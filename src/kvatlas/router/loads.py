@@ -31,8 +31,9 @@ MAX_REQUESTS = 1_000_000
 #: a worker that reports no rate for so long, while others of its model do, is judged less by its
 #: old reports, by one each interval: one that is priced too high gets no requests to correct it
 FADE_AFTER_SECONDS, FADE_INTERVAL_SECONDS = 60.0, 10.0
-#: how often rates are compared with those of their model
-COMPARE_SECONDS = 1.0
+#: how often rates are compared with those of their model, and by which factor such a rate may move
+#: before they are compared at once; a report pays for a few workers, so that many wait for several
+COMPARE_SECONDS, MOVED_RATIO, COMPARED_A_REPORT = 1.0, 1.25, 16
 
 
 class Load(Struct, frozen=True, gc=False):
@@ -80,6 +81,19 @@ class _Model:
         self.pull = ModelRate(1000 / settings.pull_tokens_per_second)
         #: when the newest report of a rate came; seconds
         self.learnt_at = -math.inf
+        #: the rates that its workers were compared with
+        self.compared = self.rates
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Milliseconds of a token, computed and pulled."""
+        return self.compute.ms_per_token, self.pull.ms_per_token
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its workers should be compared with it again."""
+        pairs = zip(self.rates, self.compared, strict=True)
+        return any(max(a, b) > MOVED_RATIO * min(a, b) for a, b in pairs)
 
 
 class _Request(Struct):
@@ -119,6 +133,8 @@ class Loads:
         #: reports whose times cannot be true, so that no rate was learnt from them
         self.num_implausible = 0
         self._swept_at = self._compared_at = 0.0
+        #: reports of rates since they were compared
+        self._num_learnt = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -259,7 +275,6 @@ class Loads:
     def expire(self, now: float) -> None:
         """Forget requests without a sign of life, and instances that nobody asks about."""
         if now - self._compared_at >= COMPARE_SECONDS:
-            self._compared_at = now
             self._compare(now)
         timeout = self._settings.request_timeout_seconds
         while self._requests:
@@ -314,17 +329,19 @@ class Loads:
         return sum(worker.work_ms for worker in others) / len(others) if others else 0.0
 
     def _compare(self, now: float) -> None:
-        """Bring rates of which little is known nearer to those of their model. O(workers)"""
+        """Keep rates near those of their model, of which little is known nearer. O(workers)"""
+        self._compared_at, self._num_learnt = now, 0
+        for model in self._models.values():
+            model.compared = model.rates
         for worker in self._workers.values():
             model = self._models[worker.model]
-            rates = model.compute.ms_per_token, model.pull.ms_per_token
             is_silent = worker.learnt_at + FADE_AFTER_SECONDS <= now
-            if is_silent and worker.num_samples and model.learnt_at > worker.learnt_at:
-                if worker.faded_at + FADE_INTERVAL_SECONDS <= now:
-                    worker.faded_at = now
-                    worker.fade(*rates)
+            is_fading = is_silent and worker.num_samples and model.learnt_at > worker.learnt_at
+            if is_fading and worker.faded_at + FADE_INTERVAL_SECONDS <= now:
+                worker.faded_at = now
+                worker.fade(*model.rates)
             else:
-                worker.follow(*rates)
+                worker.follow(*model.rates)
 
     def _leave(self, instance: InstanceId) -> None:
         self._version += 1
@@ -388,6 +405,9 @@ class Loads:
             moving_ms = max(took_ms - fixed_ms, 0.0)
             rate.learn(tokens, moving_ms)
             learn(tokens, moving_ms, rate.ms_per_token, now)
+            self._num_learnt += 1
+        if self._num_learnt * COMPARED_A_REPORT >= len(self._workers) and model.has_moved:
+            self._compare(now)
 
 
 def _load(worker: WorkerLoad) -> Load:

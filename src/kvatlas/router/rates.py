@@ -57,8 +57,8 @@ class RateEstimate:
         self._max_ratio = max_ratio
         #: (milliseconds per token, weight in tokens), the oldest first
         self._samples: deque[tuple[float, float]] = deque(maxlen=max_samples)
-        #: the present estimate
-        self.ms_per_token = reference_ms_per_token
+        #: the present estimate, and what it was before it was clamped
+        self.ms_per_token = self._median = reference_ms_per_token
 
     def __len__(self) -> int:
         """Number of samples that the estimate rests on."""
@@ -76,18 +76,22 @@ class RateEstimate:
         self._estimate(reference_ms_per_token)
 
     def follow(self, reference_ms_per_token: float) -> None:
-        """Take the reference as it is by now, if there are too few samples to differ from it."""
+        """Be clamped to the reference as it is by now; equal it where samples are too few."""
         if len(self._samples) < REFERENCE_SAMPLES:
-            self.ms_per_token = reference_ms_per_token
+            self._median = reference_ms_per_token
+        self._clamp(reference_ms_per_token)
 
     def _estimate(self, reference: float) -> None:
-        median = reference
+        self._median = reference
         if self._samples:
             mean_weight = sum(weight for _, weight in self._samples) / len(self._samples)
             weighed = [*self._samples, (reference, REFERENCE_SAMPLES * mean_weight)]
-            median = _weighted_median(weighed)
+            self._median = _weighted_median(weighed)
+        self._clamp(reference)
+
+    def _clamp(self, reference: float) -> None:
         low, high = reference / self._max_ratio, reference * self._max_ratio
-        self.ms_per_token = min(max(median, low), high)
+        self.ms_per_token = min(max(self._median, low), high)
 
 
 class ModelRate:
