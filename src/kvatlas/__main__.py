@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from traceback import format_exception
 from types import TracebackType
 
-from kvatlas.line_writing import write_line
+from kvatlas.common.line_writing import write_line
 from kvatlas.schemas.printable import printable, printable_lines
-from kvatlas.worker_hooks.stop_deadline import limit_stop
+from kvatlas.worker_hooks.sidecar.stop_deadline import limit_stop
 
 #: what a role may take to stop, with the processes that it has started; more than any of these
 STOP_SECONDS = 60.0
@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         sys.excepthook = _say_uncaught
     try:
-        import kvatlas.bridge_command
-        import kvatlas.dead_letters_command
-        import kvatlas.engine_commands
-        import kvatlas.quarantine_command
-        import kvatlas.settings_command  # noqa: F401 - registers its command
-        from kvatlas.commands import run_command
+        import kvatlas.cli.bridge
+        import kvatlas.cli.dead_letters
+        import kvatlas.cli.quarantine
+        import kvatlas.cli.recordings
+        import kvatlas.cli.settings  # noqa: F401 - registers its command
+        from kvatlas.cli.commands import run_command
     except ModuleNotFoundError as error:
         print(printable(f"{error}: pip install 'kvatlas[cli]'"), file=sys.stderr)
         return 1

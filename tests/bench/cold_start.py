@@ -28,15 +28,15 @@ import msgspec
 
 from kvatlas.events.bus import Bus, Message
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_EVENTS, decisions_stream, events_stream
 from kvatlas.events.subjects import events_subject
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.snapshot_writing import SnapshotSettings, SnapshotStatus
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.snapshots.writing import SnapshotSettings, SnapshotStatus
 from kvatlas.indexer.warming import warm_kernels
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier

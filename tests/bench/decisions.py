@@ -24,7 +24,8 @@ from time import perf_counter
 import msgspec
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.router.requests import Report, decode_score_request
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.http.bodies.decoding import decode_score_request
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import NamespaceDescriptor, Trust

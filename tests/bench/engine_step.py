@@ -82,8 +82,8 @@ class _Broker:
         python = Path(__file__).parents[2] / ".venv" / "bin" / "python"
         code = (
             "import asyncio, sys; from pathlib import Path\n"
-            "from kvatlas.events.embedded import embedded_server\n"
-            "from kvatlas.events.nats_bus import NatsBus\n"
+            "from kvatlas.events.nats.embedded.server import embedded_server\n"
+            "from kvatlas.events.nats.bus import NatsBus\n"
             "from kvatlas.events.streams import events_stream\n"
             "async def main():\n"
             "    folder = Path(sys.argv[1])\n"

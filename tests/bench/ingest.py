@@ -30,8 +30,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvatlas.events.bus import StreamSpec
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from testkit.measuring import Bench, Peer
 from testkit.measuring.ingest_plans import (
     NUM_WORKERS,

@@ -23,8 +23,10 @@ from collections import defaultdict
 from typing import Any
 
 from kvatlas.__main__ import main as kvatlas
-from kvatlas.router import hot, hot_protocol, service
-from kvatlas.router.candidates import Candidates
+from kvatlas.router import service
+from kvatlas.router.decision.candidates import CandidateFinder
+from kvatlas.router.http import hot_protocol
+from kvatlas.router.http import hot_routes as hot
 from kvatlas.router.service import RouterService
 from testkit.measuring.http_client import microseconds_of
 from testkit.measuring.http_fleet import NUM_HOLDERS
@@ -37,8 +39,8 @@ STAGES: tuple[tuple[Any, str, str], ...] = (
     (hot_protocol.HotProtocol, "_read_head", "  head of the request"),
     (hot, "decode_score_request", "  body to typed request"),
     (RouterService, "score", "  score"),
-    (Candidates, "gather", "    candidates, what they hold, their load"),
-    (Candidates, "_held", "      of that, the match of the chain"),
+    (CandidateFinder, "gather", "    candidates, what they hold, their load"),
+    (CandidateFinder, "_held", "      of that, the match of the chain"),
     (service, "scores_of", "    terms of the eight cheapest"),
     (hot, "encoded", "  answer to JSON"),
     (hot_protocol.HotProtocol, "_send", "  write: system call, client woken"),

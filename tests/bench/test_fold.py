@@ -7,14 +7,14 @@ from random import Random
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from kvatlas.events.archive import BatchKey, EventRecord
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.archive.port import BatchKey, EventRecord
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_archive import MemoryArchive
+from kvatlas.hindsight.replay import replay
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
-from kvatlas.replay import replay
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
 from kvatlas.schemas.kv_events import BlockRemoved, BlockStored
 from testkit.builders import ROOT, a_batch, arrived, subject_of, up
 

@@ -16,8 +16,8 @@ from kvatlas.schemas.transfer import (
     decode_transfer_answer,
     encode_transfer,
 )
-from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.transfer import ReadStatus, Row, SourceRef
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_chain
 from testkit.peer import FINGERPRINT, PeerProcess, a_peer
 from testkit.pulling import Fetcher, a_fetcher
@@ -94,7 +94,7 @@ def test_bare_reads(benchmark: Any, pair: tuple[Run, Fetcher, PeerProcess, int])
         )
         for outcome in await asyncio.gather(*reads):
             assert outcome.status is ReadStatus.done
-            fetcher.bounce.give_back(outcome.places)
+            fetcher.bounce.release(outcome.places)
 
     def change_places() -> None:  # a pull lands elsewhere each time, so bare reads do too
         run(fetcher.pull(range(num_blocks)))

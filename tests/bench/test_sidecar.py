@@ -8,10 +8,16 @@ from typing import Any
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from kvatlas.schemas.fleet import NamespaceDescriptor
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.raw_events import RawEvent, RawRemoved, RawStored, decode_raw, encode_raw
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.raw_events import (
+    RawEvent,
+    RawRemoved,
+    RawStored,
+    decode_raw,
+    encode_raw,
+)
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingWriter
 
 DESCRIPTOR = NamespaceDescriptor(16)
 rng = random.Random(1)
@@ -51,23 +57,23 @@ def _bench_hook(
     hook.close()
 
 
-def test_edge_64_blocks_a_store_then_their_removal(benchmark: BenchmarkFixture) -> None:
+def test_tracker_64_blocks_a_store_then_their_removal(benchmark: BenchmarkFixture) -> None:
     """One round names, holds, reports, and lets go of 64 x 64 blocks."""
-    edge = Edge("m", DESCRIPTOR)
+    tracker = EngineStateTracker("m", DESCRIPTOR)
     events: list[RawEvent] = []
     for _ in range(64):
         hashes = tuple(some_hashes(64))
         events += [RawStored(hashes, None, some_tokens(64)), RawRemoved(hashes)]
     records = [encode_raw(event) for event in events]
-    benchmark(lambda: edge.handle(decode_raw(record) for record in records))
+    benchmark(lambda: tracker.handle(decode_raw(record) for record in records))
 
 
-def test_edge_one_block_a_store(benchmark: BenchmarkFixture) -> None:
+def test_tracker_one_block_a_store(benchmark: BenchmarkFixture) -> None:
     """One round of 1,000 chained stores of one block each, then their removal."""
-    edge = Edge("m", DESCRIPTOR)
+    tracker = EngineStateTracker("m", DESCRIPTOR)
     hashes = some_hashes(1000)
     events: list[RawEvent] = [
         RawStored((h,), hashes[i - 1] if i else None, some_tokens(1)) for i, h in enumerate(hashes)
     ]
     records = [encode_raw(event) for event in [*events, RawRemoved(tuple(hashes))]]
-    benchmark(lambda: edge.handle(decode_raw(record) for record in records))
+    benchmark(lambda: tracker.handle(decode_raw(record) for record in records))

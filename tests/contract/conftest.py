@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvatlas.events.bus import Bus
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.memory_bus import MemoryBroker
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.nats_fast_ingest import BUSY_MESSAGES
+from kvatlas.events.memory.bus import MemoryBroker
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
+from kvatlas.events.nats.publishing.fast_ingest import BUSY_MESSAGES
 
 Connect = Callable[[], Bus]
 

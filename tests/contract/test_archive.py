@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.archive import Archive, BatchKey, Cut, DecisionRecord, EventRecord, Hole
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.archive.port import Archive, BatchKey, Cut, DecisionRecord, EventRecord, Hole
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.bus import Message
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS
 from kvatlas.events.subjects import escape_token
 from kvatlas.schemas.errors import UnknownDecision

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.embedded import embedded_server
 from kvatlas.events.folder_objects import FolderObjects
-from kvatlas.events.memory_bus import MemoryBroker
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.memory.bus import MemoryBroker
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.objects import Buffer, ObjectStore
 from kvatlas.schemas.errors import InvalidSubject, NotFound
 

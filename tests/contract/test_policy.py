@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from kvatlas.router.policies import POLICIES, Policy, policy_named
-from kvatlas.router.pricing import TERMS
+from kvatlas.router.decision.policies import POLICIES, Policy, policy_named
+from kvatlas.router.decision.pricing import TERMS
 from kvatlas.schemas.errors import UnknownPolicy
 from kvatlas.schemas.routing import Question
 from kvatlas.schemas.settings import RouterSettings

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex, Match, PrefixIndex, ReferenceIndex, TreeNode
+from kvatlas.indexer.index.exporting import Exportable, InvalidSnapshot
+from kvatlas.indexer.index.tree import Tree
 from kvatlas.indexer.reader import TreeRun, finished
-from kvatlas.indexer.snapshot import Exportable, InvalidSnapshot
-from kvatlas.indexer.tree import Tree
 from kvatlas.schemas.digest import TierDigest, digest_of, index_key, split_hashes
 from kvatlas.schemas.errors import IndexFull, InvalidBlock, UnknownInstance
 from kvatlas.schemas.ids import InstanceId, Tier

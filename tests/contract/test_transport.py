@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.transfer import (
-    Bounce,
+    BouncePlaces,
     MemoryFabric,
     MemorySource,
     MemoryTransport,
@@ -25,8 +23,10 @@ from kvatlas.worker_hooks.transfer import (
     Row,
     SourceRef,
 )
-from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
-from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
+from kvatlas.worker_hooks.transfer.nixl.messages import NixlSettings
+from kvatlas.worker_hooks.transfer.nixl.transport import NixlTransport
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_block, a_hash
 from testkit.waiting import WAIT_SECONDS, until
 
@@ -48,7 +48,7 @@ class Rig:
         self.ours = ServePool.create("w2", 2, SIZE, NUM_BOUNCE, folder)
         for number in range(NUM_BLOCKS):
             self.theirs.commit(number, a_hash(number), a_block(number, SIZE))
-        self.bounce = Bounce(self.ours.bounce_places())
+        self.bounce = BouncePlaces(self.ours.bounce_places())
         #: places that reads of this test brought
         self.kept: list[int] = []
 
@@ -60,7 +60,7 @@ class Rig:
         return outcome
 
     def give_back(self) -> None:
-        self.bounce.give_back(self.kept)
+        self.bounce.release(self.kept)
         self.kept.clear()
 
     @property
@@ -116,7 +116,7 @@ class NixlRig(Rig):
 
     async def run(self, stack: contextlib.AsyncExitStack) -> None:
         tcp = NixlSettings(ucx_tls="tcp", idle_ms=1)
-        self.source = self.served = NixlTransport("w1/0", self.theirs, Bounce([]), tcp)
+        self.source = self.served = NixlTransport("w1/0", self.theirs, BouncePlaces([]), tcp)
         self.transport = NixlTransport("w2/0", self.ours, self.bounce, tcp)
         await asyncio.gather(*map(stack.enter_async_context, (self.served, self.transport)))
 
@@ -238,7 +238,7 @@ async def test_a_frozen_source_ends_at_the_deadline_and_its_bytes_hit_nobody(rig
     assert time.monotonic() - started > 0.1
     assert (outcome.status, outcome.places) == (ReadStatus.timed_out, ())
     assert (rig.transport.num_quarantined, rig.bounce.num_free) == (1, NUM_BOUNCE - 2)
-    others = rig.bounce.take(NUM_BOUNCE - 2)
+    others = rig.bounce.acquire(NUM_BOUNCE - 2)
     rig.kept += others
     for place in others:
         rig.ours.bytes_at(place)[:] = bytes(SIZE)

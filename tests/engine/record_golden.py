@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvatlas.worker_hooks.captures import read_capture
-from kvatlas.worker_hooks.decoding import hash_text
+from kvatlas.worker_hooks.recordings.captures import read_capture
+from kvatlas.worker_hooks.recordings.decoding import hash_text
 from testkit.commands import run_command
 from testkit.real_engine import EngineProcess, engine_process, engine_python, tiny_models
 

@@ -18,7 +18,7 @@ import pytest
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
-from kvatlas.worker_hooks.bridge.stimuli import AskReplay, FrameReplayed, ReplayEnded
+from kvatlas.worker_hooks.bridge.stimuli import FrameReplayed, ReplayEnded, RequestReplay
 from kvatlas.worker_hooks.bridge.zmq_source import ZmqSource
 from kvatlas.worker_hooks.engines.vllm import VllmAdapter
 from kvatlas.worker_hooks.raw_events import RawStored
@@ -82,7 +82,7 @@ class Engine:
     async def _said(self) -> list[bytes]:
         said: list[bytes] = []
         async with ZmqSource(self.endpoint, self.replay_endpoint) as source:
-            source.ask(AskReplay(1, 0))
+            source.request_replay(RequestReplay(1, 0))
             while not isinstance(heard := await source.next(), ReplayEnded):
                 if isinstance(heard, FrameReplayed):
                     said.append(heard.payload)

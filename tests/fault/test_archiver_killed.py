@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_EVENTS, events_stream
+from kvatlas.hindsight.replay import replay
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
-from kvatlas.replay import replay
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
 from testkit import archiver_main
 from testkit.builders import a_batch, stored, subject_of
 

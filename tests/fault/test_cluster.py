@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvatlas.events import nats_nodes
 from kvatlas.events.bus import Message, StreamSpec
 from kvatlas.events.codec import encode
 from kvatlas.events.leases import (
@@ -26,12 +25,13 @@ from kvatlas.events.leases import (
     LeaseValue,
     lease_key,
 )
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats import nodes as nats_nodes
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import parse_events_subject
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import HashAlgorithm

@@ -13,7 +13,7 @@ import nats
 import pytest
 
 from kvatlas.events.leases import lease_key
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import EPOCHS_BUCKET, LEASES_BUCKET
 from kvatlas.schemas.ids import InstanceId
 from testkit.cluster import Cluster, nats_cluster

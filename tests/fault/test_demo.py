@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from kvatlas.demo.fleet_process import FleetAddress, fleet_process
-from kvatlas.demo.outcomes import Outcome
+from kvatlas.demo.outcomes import PlayedRequestOutcome
 from kvatlas.demo.play import play
 from kvatlas.demo.run import MODEL, converge
 from kvatlas.demo.sessions import generate_requests
-from kvatlas.events.embedded import embedded_server
+from kvatlas.events.nats.embedded.server import embedded_server
 from testkit.ports import kept_port
 from testkit.waiting import until, until_told
 
@@ -36,10 +36,10 @@ def fleet_arguments(*more: str, workers: int) -> list[str]:
 
 async def play_with_fault(
     fleet: FleetAddress, fault_after: int, fault: "asyncio.Event"
-) -> list[Outcome]:
+) -> list[PlayedRequestOutcome]:
     num_done = 0
 
-    def on_outcome(_: Outcome) -> None:
+    def on_outcome(_: PlayedRequestOutcome) -> None:
         nonlocal num_done
         num_done += 1
         if num_done == fault_after:

@@ -10,11 +10,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvatlas.events import store_watch
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.embedded_keeper import EmbeddedKeeper
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.archive.sql import SqlArchive
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.keeper import EmbeddedKeeper
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
+from kvatlas.events.nats.publishing import store_watch
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.schemas.conditions import BROKER_UNHEALTHY, LOG_NOT_STORED, ConditionChange, Conditions
 from testkit.commands import running

@@ -4,14 +4,14 @@ import asyncio
 from pathlib import Path
 
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import embedded_server
 from kvatlas.events.leases import LeaseKeeper
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.ids import InstanceId
 from testkit.builders import a_batch, hashes, stored, subject_of, up
 from testkit.ports import kept_port
@@ -22,7 +22,7 @@ W1 = InstanceId("w1", 0)
 
 async def test_an_index_outlives_its_broker(tmp_path: Path) -> None:
     """It answers while the broker is away, goes on behind it, and buries nobody meanwhile."""
-    settings = ServiceSettings(
+    settings = IndexServiceLimits(
         poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=3.0
     )
     async with embedded_server(tmp_path, kept_port()) as server, NatsBus(server.url) as bus:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events import nats_connection
 from kvatlas.events.bus import KeyChange, Message
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.leases import LeaseChange, LeaseKeeper, watch_leases
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.nats_publisher import NatsPublisher
+from kvatlas.events.nats import connection as nats_connection
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
+from kvatlas.events.nats.publishing.publisher import NatsPublisher
 from kvatlas.schemas.errors import BusUnavailable
 from kvatlas.schemas.ids import InstanceId
 from testkit.bus import Collected, a_stream

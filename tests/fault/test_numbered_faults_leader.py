@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
 from kvatlas.schemas.errors import BusUnavailable
 from kvatlas.schemas.fleet import Trust
 from testkit.builders import a_batch, removed, stored, subject_of, up

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_file import default_folder
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit import peer as testkit_peer
 from testkit.blocks import a_block, a_hash
 
@@ -91,7 +91,8 @@ def test_an_engine_does_not_wait_for_a_sidecar_that_keeps_the_lock(pool: ServePo
 def test_a_pool_whose_owner_was_killed_can_be_made_again(pool: ServePool) -> None:
     folder = pool.path.parent
     code = (
-        "import sys; from pathlib import Path; from kvatlas.worker_hooks.pool import ServePool;"
+        "import sys; from pathlib import Path; "
+        "from kvatlas.worker_hooks.transfer.pool import ServePool;"
         f"pool = ServePool.create('w2', 2, 64, folder=Path({str(folder)!r}));"
         "print('ready', flush=True); sys.stdin.read()"
     )

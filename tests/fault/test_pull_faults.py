@@ -14,12 +14,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from kvatlas.children import ChildLimits
-from kvatlas.worker_hooks.pool import SlotState
-from kvatlas.worker_hooks.pool_file import default_folder
-from kvatlas.worker_hooks.pull_words import PullSettings
-from kvatlas.worker_hooks.transfer import nixl_transport
-from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
+from kvatlas.common.child_processes import ChildLimits
+from kvatlas.worker_hooks.transfer.nixl import transport as nixl_transport
+from kvatlas.worker_hooks.transfer.nixl.messages import NixlSettings
+from kvatlas.worker_hooks.transfer.pool import SlotState
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
+from kvatlas.worker_hooks.transfer.pull_protocol import PullSettings
 from testkit.blocks import a_block, a_hash
 from testkit.peer import PeerProcess, a_peer, stop
 from testkit.processes import until_ended
@@ -129,13 +129,13 @@ async def test_too_many_frozen_reads_cost_the_agent_and_no_byte_lands_late(
         assert result.held == []
         await until(lambda: fetcher.transport.num_recycled == 1)
         await until(lambda: fetcher.bounce.num_free == fetcher.bounce.num_places)
-        places = fetcher.bounce.take(fetcher.bounce.num_places)
+        places = fetcher.bounce.acquire(fetcher.bounce.num_places)
         for place in places:
             fetcher.pool.bytes_at(place)[:] = b"\xaa" * fetcher.pool.block_bytes
     # A source may not survive a reader that is killed over TCP; its sidecar starts another.
     await asyncio.sleep(1.0)  # for what might still come
     assert all(set(fetcher.pool.bytes_at(place)) == {0xAA} for place in places)
-    fetcher.bounce.give_back(places)
+    fetcher.bounce.release(places)
     result = await fetcher.pull_until_held([1])
     fetcher.check([1], result)
 
@@ -159,7 +159,7 @@ async def test_the_own_transfer_process_can_die_and_comes_back(pair: Pair) -> No
 async def test_a_transfer_process_that_hangs_is_replaced(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.worker_hooks.transfer.nixl_transport.STUCK_SECONDS", 1.0)
+    monkeypatch.setattr("kvatlas.worker_hooks.transfer.nixl.transport.STUCK_SECONDS", 1.0)
     fetcher, _ = pair
     await fetcher.pull_until_held([0])
     before = fetcher.transport.num_restarts

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events import nats_objects
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats import objects as nats_objects
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.snapshot_writing import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.snapshots.writing import (
     SNAPSHOTS_BUCKET,
     TURN,
     TURNS_BUCKET,
     SnapshotSettings,
 )
-from kvatlas.indexer.state import IndexState
 from kvatlas.schemas.errors import Unavailable
 from testkit import uploader_main
 from testkit.builders import a_batch, stored, subject_of, up
@@ -67,7 +67,7 @@ async def snapshot_now(bus: NatsBus) -> str:
         async with asyncio.timeout(WAIT_SECONDS):
             await service.wait_ready()
         assert service._writer is not None
-        assert await service._writer.look()
+        assert await service._writer.poll()
     return (await bus.objects(SNAPSHOTS_BUCKET).entries())[0].name
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import encode
-from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from testkit.builders import a_batch, a_control, stored, subject_of, up
 from testkit.storm.chains import Chains

@@ -10,16 +10,16 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.dead_letter_metrics import DeadLetterCollector
-from kvatlas.indexer.dead_letter_writing import DeadLetterSettings
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.snapshot_metrics import SnapshotCollector
-from kvatlas.indexer.snapshot_writing import SnapshotSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.dead_letter_metrics import DeadLetterCollector
+from kvatlas.indexer.service.dead_letters import DeadLetterSettings
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.snapshot_metrics import SnapshotCollector
+from kvatlas.indexer.snapshots.writing import SnapshotSettings
+from kvatlas.router.http.app import create_app
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.settings import RouterSettings
 from testkit.builders import a_batch, stored, subject_of, up

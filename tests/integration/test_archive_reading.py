@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.check import check_archive, check_url
-from kvatlas.commands import run_command
-from kvatlas.events.archive import BatchKey, DecisionRecord, EventRecord, Hole
+from kvatlas.cli.commands import run_command
+from kvatlas.events.archive.port import BatchKey, DecisionRecord, EventRecord, Hole
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.bus import Message
-from kvatlas.events.sql_archive import SqlArchive
 from kvatlas.events.streams import KV_EVENTS
+from kvatlas.hindsight.check import check_archive, check_url
 from kvatlas.indexer import ReferenceIndex
 from kvatlas.schemas.errors import ArchiveDamaged, ArchiveUnavailable
 from kvatlas.schemas.fleet import Trust

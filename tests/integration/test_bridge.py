@@ -17,11 +17,11 @@ from kvatlas.worker_hooks.bridge.follow_options import FollowOptions
 from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.stimuli import (
-    AskReplay,
     Deliver,
     FrameReplayed,
     ReplayEnded,
     ReplayFailed,
+    RequestReplay,
     Stimulus,
     Ticked,
 )
@@ -365,13 +365,13 @@ async def test_both_framings_and_their_end_markers_are_read_f13() -> None:
         async with ZmqEngine(has_topic=has_topic) as engine:
             await play(engine, 1, 3)
             async with ZmqSource(engine.endpoint, engine.replay_endpoint) as source:
-                source.ask(AskReplay(7, 1))
+                source.request_replay(RequestReplay(7, 1))
                 replayed = [
                     s for s in await _heard_until_end(source) if isinstance(s, FrameReplayed)
                 ]
                 assert [s.sequence for s in replayed] == [1, 2, 3]
                 assert {s.ask for s in replayed} == {7}
-                source.ask(AskReplay(8, 99))
+                source.request_replay(RequestReplay(8, 99))
                 heard = await _heard_until_end(source)
                 assert heard[-1] == ReplayEnded(8)
 
@@ -388,7 +388,7 @@ async def test_a_replay_of_more_than_a_socket_takes_comes_whole_f14() -> None:
             delivered = await _follow(source, state, until_sequence=299)
         assert delivered == list(range(300))
         assert engine.num_replays > 1
-        assert (state.counters.lost, state.doubt) == (0, "")
+        assert (state.counters.lost, state.degraded_reason) == (0, "")
 
 
 async def test_a_source_bounds_what_it_keeps_f14() -> None:
@@ -406,7 +406,7 @@ async def test_a_silent_replay_is_an_error_that_names_the_endpoint() -> None:
         engine.answers.clear()
         source = ZmqSource(engine.endpoint, engine.replay_endpoint, silent_seconds=0.1)
         async with source:
-            source.ask(AskReplay(1, 0))
+            source.request_replay(RequestReplay(1, 0))
             heard = await _heard_until_end(source)
             assert heard[-1] == ReplayFailed(
                 1, f"replay endpoint {engine.replay_endpoint}: silent for 0.1 s"
@@ -425,8 +425,8 @@ async def _follow(source: ZmqSource, state: FollowState, until_sequence: int) ->
     effects = state.start(now())
     while until_sequence not in delivered[-1:]:
         for effect in effects:
-            if isinstance(effect, AskReplay):
-                source.ask(effect)
+            if isinstance(effect, RequestReplay):
+                source.request_replay(effect)
             elif isinstance(effect, Deliver):
                 delivered.append(effect.sequence)
         try:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from testkit.commands import run_command, running, started
 from testkit.ports import kept_port
 

@@ -11,7 +11,7 @@ from testkit.waiting import WAIT_SECONDS
 
 BROKER = """
 import asyncio
-from kvatlas.broker import broker_url
+from kvatlas.runtime.broker import broker_url
 from kvatlas.schemas.conditions import Conditions
 from kvatlas.schemas.settings import load_settings
 

@@ -10,14 +10,14 @@ import aiohttp
 import pytest
 
 from kvatlas.demo.fleet_process import get_json
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.archive.sql import SqlArchive
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS
 from kvatlas.schemas.hashing import pack_tokens
-from kvatlas.worker_hooks.channel import SidecarChannel
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.sidecar.channel import SidecarChannel
 from testkit.commands import run_command, running, started
 from testkit.waiting import WAIT_SECONDS, until
 

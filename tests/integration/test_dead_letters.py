@@ -20,8 +20,8 @@ from kvatlas.events.dead_letters import (
     encode_letter,
     read_letters,
 )
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from kvatlas.events.streams import (
     KV_DEAD_LETTERS,
     KV_EVENTS,
@@ -29,9 +29,13 @@ from kvatlas.events.streams import (
     events_stream,
 )
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.dead_letter_writing import DeadLetterSettings, DeadLetterWriter, Poison
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.dead_letters import (
+    DeadLetterSettings,
+    DeadLetterWriter,
+    UnreadableMessage,
+)
+from kvatlas.indexer.service.index_service import IndexService
 from testkit.builders import a_batch, hashes, stored, up
 from testkit.commands import run_command, running, started
 from testkit.ports import kept_port
@@ -169,7 +173,9 @@ async def test_letters_wait_for_a_broker_that_comes_back(
         await until(lambda: letters.num_written.total() == 1)
         await server.kill()
         await until(lambda: not bus.connected)
-        letters.put(Message(2, SUBJECT, b"", 0), Poison("w1", "payload", "came before the kill"))
+        letters.put(
+            Message(2, SUBJECT, b"", 0), UnreadableMessage("w1", "payload", "came before the kill")
+        )
         await server.start()
         await until(lambda: letters.num_written.total() == 2)
         assert [one.stream_sequence for one in await all_letters(bus)] == [1, 2]

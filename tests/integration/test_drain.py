@@ -11,10 +11,10 @@ import msgspec
 import psutil
 import pytest
 
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_EVENTS
 from testkit.builders import a_batch, subject_of, up
 from testkit.commands import STOP_SECONDS, started

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from kvatlas.schemas.errors import ServerNotStarted
 from testkit.mounts import with_tmpfs
 from testkit.ports import kept_port
@@ -181,7 +181,7 @@ async def test_a_missing_binary_is_told_with_what_to_install(
 ORPHANING = """
 import asyncio, sys
 from pathlib import Path
-from kvatlas.events.embedded import embedded_server
+from kvatlas.events.nats.embedded.server import embedded_server
 
 async def main():
     async with embedded_server(Path(sys.argv[1])) as server:

@@ -20,26 +20,31 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas import broker, face, reference_worker, serve
-from kvatlas.commands import run_command
-from kvatlas.events import sql_archive
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.cli.commands import run_command
+from kvatlas.events.archive import sql as sql_archive
+from kvatlas.events.memory.bus import MemoryBroker
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_DECISIONS, events_stream
-from kvatlas.indexer.reference import ReferenceIndex
-from kvatlas.router.hot import SCORE, HotRoutes
+from kvatlas.indexer.index.reference import ReferenceIndex
+from kvatlas.reference import worker as reference_worker
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.http.bodies.decoding import decode_score_request
+from kvatlas.router.http.hot_routes import SCORE, HotRoutes
 from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog
-from kvatlas.router.requests import Report, decode_score_request
+from kvatlas.runtime import broker, serve
+from kvatlas.runtime import health_server as face
+from kvatlas.runtime.stopping import Stopped
+from kvatlas.runtime.worker_fleet import EngineOptions
 from kvatlas.schemas.errors import PromptTooLarge, TransportUnavailable
 from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.settings import Settings, load_settings, settings_by_key, variable_of
-from kvatlas.stopping import Stopped
-from kvatlas.worker_fleet import EngineOptions
-from kvatlas.worker_hooks import exchange, sidecar, sidecar_service
-from kvatlas.worker_hooks.ring import RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
-from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.sidecar import __main__ as sidecar
+from kvatlas.worker_hooks.sidecar import exchange
+from kvatlas.worker_hooks.sidecar import service as sidecar_service
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
+from kvatlas.worker_hooks.transfer.nixl.transport import NixlTransport
 from testkit.arrivals import Arrivals, Seen
 from testkit.fleet import Fleet, a_prompt, a_request
 from testkit.ports import kept_port
@@ -86,9 +91,12 @@ ARRIVES: dict[str, Arrival] = {
         "streams", "dead_letters_stream.max_age_seconds", 73.0
     ),
     "log.replicas": Arrival("streams", "events_stream.replicas", 3),
-    "fleet.key": Arrival("sidecar", "Edge.fleet_key", "ab" * 16, bytes.fromhex),
+    "fleet.key": Arrival("sidecar", "EngineStateTracker.fleet_key", "ab" * 16, bytes.fromhex),
     "fleet.block_hash": Arrival(
-        "sidecar", "Edge.descriptor.algorithm", "sha256", lambda _: HashAlgorithm.sha256_128
+        "sidecar",
+        "EngineStateTracker.descriptor.algorithm",
+        "sha256",
+        lambda _: HashAlgorithm.sha256_128,
     ),
     "fleet.wire_version": Arrival("sidecar", "Outbox.wire_version", 100),
     "indexer.kernel": Arrival("indexer", "ReferenceIndex.made", "reference", lambda _: True),
@@ -113,7 +121,7 @@ ARRIVES: dict[str, Arrival] = {
     ),
     "router.host": Arrival("indexer", "http_server.host", "localhost"),
     "router.port": Arrival("indexer", "http_server.port", kept_port()),
-    "router.is_port_shared": Arrival("shared", "Face.is_port_shared", True),
+    "router.is_port_shared": Arrival("shared", "HealthServer.is_port_shared", True),
     "router.drain_seconds": Arrival("indexer", "role.drain_seconds", 7.5),
     "router.allowed_hosts": Arrival("indexer", "http_server.settings.allowed_hosts", "kv.example"),
     "router.max_connections": Arrival("indexer", "http_server.limits.bounds.max_connections", 77),
@@ -208,7 +216,7 @@ class Entries:
         await serve.serve_indexer(settings_of({"nats.url": self._nats_url, **values}), True)
 
     async def shared(self, values: Mapping[str, object]) -> None:
-        self.arrivals.spy(serve, "Face")
+        self.arrivals.spy(serve, "HealthServer")
         self.arrivals.spy(serve, "SharedIndexReader", Seen())
         given = {"nats.url": self._nats_url, "router.port": kept_port(), **values}
         await serve.serve_router(settings_of(given), True)
@@ -225,7 +233,14 @@ class Entries:
         await reference_worker.run_worker(options, lambda _: None)
 
     async def sidecar(self, values: Mapping[str, object]) -> None:
-        for name in ("Edge", "Outbox", "LeaseKeeper", "EnginePulse", "Reporter", "metrics_server"):
+        for name in (
+            "EngineStateTracker",
+            "Outbox",
+            "LeaseKeeper",
+            "EnginePulse",
+            "Reporter",
+            "metrics_server",
+        ):
             self.arrivals.spy(sidecar_service, name)
         self._patch.setattr(NixlTransport, "__aenter__", unavailable)
         self.arrivals.spy(exchange, "NixlTransport")

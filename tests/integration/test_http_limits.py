@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvatlas.router.app import create_app
-from kvatlas.router.http.bounded import HEAD_SLICE_BYTES
-from kvatlas.router.http.limits import FREE_BODY_BYTES, MAX_HEAD_BYTES, Bounds, HttpLimits
-from kvatlas.router.http.messages import read_body, send_answer
+from kvatlas.router.http.app import create_app
+from kvatlas.router.http.server.bounded import HEAD_SLICE_BYTES
+from kvatlas.router.http.server.limits import FREE_BODY_BYTES, MAX_HEAD_BYTES, Bounds, HttpLimits
+from kvatlas.router.http.server.messages import read_body, send_answer
 from kvatlas.schemas.settings import RouterSettings
 from testkit.fleet import MODEL, Fleet, a_prompt
 from testkit.server import Wrapped, served_within
@@ -346,8 +346,8 @@ def a_client(server: Server) -> httpx.AsyncClient:
 
 FEW_DESCRIPTORS = """
 import asyncio, resource, sys
-from kvatlas.http_server import http_server, process_limits
-from kvatlas.router.http.messages import send_answer
+from kvatlas.runtime.http_server import http_server, process_limits
+from kvatlas.router.http.server.messages import send_answer
 from kvatlas.schemas.settings import RouterSettings
 from kvatlas.worker_hooks.log_lines import write_log_lines
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.archiver import Archiver
+from kvatlas.events.archive.archiver import Archiver
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.codec import decode_control, encode
-from kvatlas.events.embedded import embedded_server
 from kvatlas.events.leases import LeaseKeeper
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import (
     KV_EVENTS,
     LEASES_BUCKET,
@@ -20,11 +20,11 @@ from kvatlas.events.streams import (
     events_stream,
 )
 from kvatlas.events.subjects import inventory_subject
+from kvatlas.hindsight.replay import replay_archive, replay_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.replay import replay_archive, replay_stream
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch
@@ -32,7 +32,7 @@ from testkit.builders import a_batch, digests, hashes, inventory, stored, subjec
 from testkit.waiting import WAIT_SECONDS, until
 
 W1 = InstanceId("w1", 0)
-FAST = ServiceSettings(poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=0.0)
+FAST = IndexServiceLimits(poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=0.0)
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from kvatlas.indexer import kernel
+from kvatlas.indexer.index import kernel
 
 #: six instances hold a block in tier 0; says how many `count_holders` finds, and how it was got
 SCRIPT = """
 import json
 import numba, numpy as np
-from kvatlas.indexer import kernel
+from kvatlas.indexer.index import kernel
 
 rows = np.zeros((2, kernel.NUM_COLUMNS), np.uint64)
 rows[1, kernel.LENGTH] = 1
@@ -166,4 +166,4 @@ def test_a_file_with_kernels_draws_on_nothing_that_the_stamp_leaves_out() -> Non
             n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)
         ]
         ours = [n.module for n in imported if n.module and n.module.startswith("kvatlas")]
-        assert all(module.startswith("kvatlas.indexer.kernel") for module in ours), file
+        assert all(module.startswith("kvatlas.indexer.index.kernel") for module in ours), file

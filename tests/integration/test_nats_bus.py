@@ -11,9 +11,9 @@ import pytest
 from nats.js.api import StreamConfig
 
 from kvatlas.events.bus import KeyChange, Message
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.nats_publisher import NatsPublisher
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
+from kvatlas.events.nats.publishing.publisher import NatsPublisher
 from kvatlas.schemas.errors import BusUnavailable, InvalidSetting, NoResponder, StreamRefused
 from testkit.bus import Collected, a_stream
 from testkit.ports import kept_port

@@ -15,12 +15,12 @@ from kvatlas.schemas.transfer import (
     decode_transfer_answer,
     encode_transfer,
 )
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_file import default_folder
-from kvatlas.worker_hooks.transfer import Bounce, ReadStatus, Row, SourceRef
-from kvatlas.worker_hooks.transfer.nixl_agent import MEANINGS, Nixl
-from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
-from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
+from kvatlas.worker_hooks.transfer import BouncePlaces, ReadStatus, Row, SourceRef
+from kvatlas.worker_hooks.transfer.nixl.agent import MEANINGS, Nixl
+from kvatlas.worker_hooks.transfer.nixl.messages import NixlSettings
+from kvatlas.worker_hooks.transfer.nixl.transport import NixlTransport
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_chain
 from testkit.peer import FINGERPRINT, a_peer
 from testkit.pulling import a_fetcher
@@ -106,7 +106,7 @@ async def test_after_its_lease_a_block_can_be_replaced_and_the_reader_notices(
         checksum = int.from_bytes(grant.checksums, "little")
         filled = fetcher.pool.fill(outcome.places, [0], [a_chain(5)], [checksum])
         assert filled.corrupt == [0]
-        fetcher.bounce.give_back(filled.places)
+        fetcher.bounce.release(filled.places)
         assert (await fetcher.pull([5])).missing == [(0, "not_held")]
 
 
@@ -127,14 +127,16 @@ async def test_a_driver_that_does_not_work_is_a_typed_error(
         ServePool.create("w1", 1, 4096, 1, folder) as pool,
         pytest.raises(TransportUnavailable, match=r"nixl|NIXL"),
     ):
-        async with NixlTransport("w1/0", pool, Bounce(pool.bounce_places()), settings):
+        async with NixlTransport("w1/0", pool, BouncePlaces(pool.bounce_places()), settings):
             pass
 
 
 async def test_a_driver_that_loads_slowly_is_waited_for_in_the_background(folder: Path) -> None:
     settings = NixlSettings(start_seconds=0.3)
     with ServePool.create("w1", 1, 4096, 1, folder) as pool:
-        async with NixlTransport("w1/0", pool, Bounce(pool.bounce_places()), settings) as nixl:
+        async with NixlTransport(
+            "w1/0", pool, BouncePlaces(pool.bounce_places()), settings
+        ) as nixl:
             assert nixl.reference is None
             source = SourceRef("nixl", "a@1", b"m", 1)
             outcome = await nixl.read(source, [Row(0, 4096, 0)], 1.0)

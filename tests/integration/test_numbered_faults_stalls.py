@@ -19,29 +19,29 @@ import psutil
 import pytest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.fence_kernel import VERSION
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.kernel.fences import VERSION
+from kvatlas.indexer.index.shared import header as h
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
 from kvatlas.indexer.reader import IndexReader
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.shared import header as h
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.router.http.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.settings import RouterSettings
-from kvatlas.worker_hooks.channel import SidecarChannel
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.launch import SidecarProcess, start_sidecar
 from kvatlas.worker_hooks.raw_events import RawStored
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.sidecar.channel import SidecarChannel
+from kvatlas.worker_hooks.sidecar.launch import SidecarProcess, start_sidecar
 from testkit import shared_writer_main
 from testkit.builders import MODEL, a_batch, stored, subject_of, up
 from testkit.engine_words import chain_of, tokens_of
@@ -59,7 +59,7 @@ STEPS = 500_000 if IS_SLOW else 20_000
 OUTBOX_BYTES = 65_536
 #: what a stalled sidecar may grow by, however many events come: window, outbox, garbage
 MAX_GROWTH_BYTES = 32 << 20
-FAST = ServiceSettings(poll_seconds=0.05)
+FAST = IndexServiceLimits(poll_seconds=0.05)
 
 
 @contextmanager

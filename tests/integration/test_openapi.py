@@ -7,7 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
 
-from kvatlas.router.app import create_app
+from kvatlas.router.http.app import create_app
 from testkit.fleet import Fleet, a_prompt, a_request
 
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import events_stream
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId

@@ -12,14 +12,14 @@ import pytest
 import zmq
 
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.events.subjects import events_subject
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import AllBlocksCleared
-from kvatlas.worker_hooks.captures import Frame, read_capture
-from kvatlas.worker_hooks.recording import Listener, RecordOptions, record
+from kvatlas.worker_hooks.recordings.captures import Frame, read_capture
+from kvatlas.worker_hooks.recordings.recording import Listener, RecordOptions, record
 from testkit.builders import a_batch
 from testkit.commands import run_command
 from testkit.waiting import until
@@ -160,8 +160,8 @@ async def test_a_full_disk_ends_a_recording_with_one_line(tmp_path: Path) -> Non
 
 
 def test_an_endpoint_that_says_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.worker_hooks.recording.QUIET_SECONDS", 0.2)
-    monkeypatch.setattr("kvatlas.worker_hooks.recording._SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("kvatlas.worker_hooks.recordings.recording.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("kvatlas.worker_hooks.recordings.recording._SILENT_SECONDS", 0.2)
     told: list[str] = []
     further_looks = iter(range(4))  # in which nothing is told again
 

@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvatlas.worker_hooks.ring import Lost, RingReader, RingWriter
+from kvatlas.worker_hooks.reporting.ring import Lost, RingReader, RingWriter
 
 NUM_RECORDS = 60_000
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.reporting.ring import RingWriter
 ring = RingWriter.create(Path(sys.argv[1]), 1 << 14)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -27,7 +27,7 @@ SECOND_END = """
 import sys
 from pathlib import Path
 from kvatlas.schemas.errors import RingUnusable
-from kvatlas.worker_hooks import ring
+from kvatlas.worker_hooks.reporting import ring
 try:
     getattr(ring, sys.argv[2])(Path(sys.argv[1]))
 except RingUnusable:

@@ -13,19 +13,19 @@ import pytest
 
 from kvatlas.events.bus import Bus
 from kvatlas.events.codec import decode, encode
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.memory_bus import MemoryBroker
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.memory.bus import MemoryBroker
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived, stimulus_of
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import BatchArrived, stimulus_of
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.kv_events import WIRE_VERSION, NamespacesMuted
+from kvatlas.schemas.kv_events import WIRE_VERSION, NamespacesOverBudget
 from testkit.builders import a_batch, subject_of
 from testkit.engine_words import tokens_of
 from testkit.release_100 import BusOf100, OldWorker, read_by_100
@@ -35,7 +35,9 @@ from wire_100 import codec as codec_100
 
 MODEL = "m"
 NAMES = ("w1", "w2", "w3")
-FAST = ServiceSettings(poll_seconds=0.05, inventory_jitter_seconds=0.0, inventory_retry_seconds=0.2)
+FAST = IndexServiceLimits(
+    poll_seconds=0.05, inventory_jitter_seconds=0.0, inventory_retry_seconds=0.2
+)
 PLAIN = BlockHasher(DESCRIPTOR.namespace(MODEL, None, None))
 TENANT = BlockHasher(DESCRIPTOR.namespace(MODEL, None, "tenant"))
 #: what the tenant may tell at once, and what it tells
@@ -199,7 +201,7 @@ async def test_a_muted_namespace_is_told_to_each_reader_in_its_own_words(
         log = await rollout.log()
 
     told = {type(event) for m in log if m.subject.endswith("w1.0") for event in _events_of(m)}
-    assert (NamespacesMuted in told) == (wire_version > 100)
+    assert (NamespacesOverBudget in told) == (wire_version > 100)
 
     # today's reader knows at each moment which namespace it may not call exact
     views = [s.instance(w1) for s, _ in states_after_each(log, "w1", is_old=False)]

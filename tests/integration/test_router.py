@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas import __version__
-from kvatlas.indexer.service import Lag
-from kvatlas.router.app import RouterApp, create_app
+from kvatlas.indexer.reader import Lag
+from kvatlas.router.http.app import RouterApp, create_app
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher

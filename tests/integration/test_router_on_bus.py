@@ -6,16 +6,16 @@ import httpx
 
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import encode
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.memory_bus import MemoryBroker
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.memory.bus import MemoryBroker
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
 from kvatlas.events.subjects import events_subject
-from kvatlas.indexer.reference import ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.reference import ReferenceIndex
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.router.http.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
@@ -77,7 +77,7 @@ async def test_a_router_lives_on_its_bus_and_outlives_it() -> None:
         await bus.declare_stream(decisions_stream())
         state = IndexState(ReferenceIndex())
         async with (
-            IndexService(bus, state, settings=ServiceSettings(poll_seconds=0.01)) as index,
+            IndexService(bus, state, settings=IndexServiceLimits(poll_seconds=0.01)) as index,
             StreamDecisionLog(bus.publisher(KV_DECISIONS), settings) as log,
         ):
             router = RouterService(index.index, index, settings, log=log)

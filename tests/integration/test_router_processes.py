@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from kvatlas import router_processes
+from kvatlas.runtime import router_processes
 from kvatlas.schemas.settings import load_settings
 from testkit.commands import running
 from testkit.peer import stop

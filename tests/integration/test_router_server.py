@@ -8,8 +8,8 @@ import httpx
 import msgspec
 import pytest
 
-from kvatlas.router.app import RouterApp, create_app
-from kvatlas.router.http.limits import Bounds
+from kvatlas.router.http.app import RouterApp, create_app
+from kvatlas.router.http.server.limits import Bounds
 from testkit.fleet import MODEL, Fleet, a_prompt
 from testkit.server import Wrapped, served, served_within
 from testkit.waiting import WAIT_SECONDS
@@ -224,7 +224,7 @@ class TestHotProtocol:
     async def test_who_says_keep_alive_is_answered_here(
         self, connection: Connection, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delattr("kvatlas.router.hot_protocol.HotProtocol._hand_over")
+        monkeypatch.delattr("kvatlas.router.http.hot_protocol.HotProtocol._hand_over")
         await connection.send(post("/v1/score", BODY, "Connection: Keep-Alive") * 2)
         assert [(await connection.answer())[0] for _ in range(2)] == [200, 200]
 
@@ -289,7 +289,7 @@ class TestHotProtocol:
         def broken(*_: object) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setattr("kvatlas.router.hot.decode_score_request", broken)
+        monkeypatch.setattr("kvatlas.router.http.hot_routes.decode_score_request", broken)
         await connection.send(post("/v1/score", BODY))
         assert (await connection.answer())[0] == 500
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import events_stream
 from kvatlas.schemas.digest import split_hashes
 from kvatlas.schemas.errors import InvalidSetting
@@ -131,7 +131,7 @@ def test_without_shared_memory_the_engine_runs_on(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("kvatlas.runtime_folder.shared_memory", lambda: tmp_path / "shm")
+    monkeypatch.setattr("kvatlas.common.runtime_folder.shared_memory", lambda: tmp_path / "shm")
     with caplog.at_level(logging.ERROR):
         publisher = EventPublisherFactory.create(a_config("nats://h:1?worker=w"))
     assert f"kvatlas: no KV events leave this engine: folder {tmp_path}/shm: no" in caplog.text

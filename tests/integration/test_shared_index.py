@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvatlas.indexer import fence_kernel
-from kvatlas.indexer.shared import header
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.kernel import fences as fence_kernel
+from kvatlas.indexer.index.shared import header
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -30,7 +30,7 @@ from testkit.waiting import until
 
 pytestmark = pytest.mark.integration
 
-PULSE = Pulse(True, True, 0, 0.0, {})
+PULSE = WriterStatus(True, True, 0, 0.0, {})
 
 
 def published(folder: Path) -> tuple[SharedArrays, IndexState, IndexPublication]:
@@ -58,7 +58,7 @@ def a_writer(folder: Path, seed: int = 1) -> Generator[subprocess.Popen[str], No
 
 def test_readers_know_the_time_at_the_broker_from_the_writer(tmp_path: Path) -> None:
     _, _, publication = published(tmp_path)
-    publication.pulse(PULSE._replace(clock_offset_ns=86_400 * 10**9))
+    publication.publish_status(PULSE._replace(clock_offset_ns=86_400 * 10**9))
     reader = SharedIndexReader(tmp_path)
     before_ns = time.monotonic_ns()
     assert before_ns <= reader.broker_ns() - 86_400 * 10**9 <= time.monotonic_ns()
@@ -137,7 +137,7 @@ def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(
 ) -> None:
     arrays, state, publication = published(tmp_path)
     reader = SharedIndexReader(tmp_path)
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1))))
     assert [match.num_blocks for match in reader.match(hashes(1))] == [1]
@@ -146,12 +146,12 @@ def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(arrays, "write_file", no_room)
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     with publication:
         state.handle(arrived(a_batch(stored(2), seq=2), 2))
     assert reader.match(hashes(1)) == []
     monkeypatch.undo()
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     assert [match.num_blocks for match in reader.match(hashes(1, 2))] == [2]
     assert reader.num_retries == 0
     arrays.close()
@@ -159,7 +159,7 @@ def test_without_room_for_the_fleet_readers_know_nobody_and_the_writer_goes_on(
 
 def test_whatever_is_wrong_with_the_files_a_reader_answers(tmp_path: Path) -> None:
     arrays, state, publication = published(tmp_path)
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1))))
     [fleet] = tmp_path.glob("*.fleet.2")
@@ -181,7 +181,7 @@ def test_whatever_is_wrong_with_the_files_a_reader_answers(tmp_path: Path) -> No
 def test_a_writer_that_dies_within_a_change_is_not_waited_for(tmp_path: Path) -> None:
     arrays, state, publication = published(tmp_path)
     reader = SharedIndexReader(tmp_path)
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1))))
     assert reader.serving(MODEL)
@@ -199,7 +199,7 @@ def test_what_was_listed_while_a_writer_stood_still_is_not_kept(
     """It stands still at the very end of a change, when readers see its version already."""
     arrays, state, publication = published(tmp_path)
     reader = SharedIndexReader(tmp_path)
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1, 2)), 1))
     assert [view.trust for view in reader.serving(MODEL)] == [Trust.exact]
@@ -221,7 +221,7 @@ def test_what_was_listed_while_a_writer_stood_still_is_not_kept(
 def test_who_heals_into_a_full_index_takes_no_answer_of_others_along(tmp_path: Path) -> None:
     """It gets a number of its own before there is no room, which readers have to know."""
     _arrays, state, publication = published(tmp_path)
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     too_many = hashes(1, 2) + random.Random(1).randbytes(16 * (1 << 18))
     log = (
         a_batch(up(), stored(1, 2, 3), *digests(1, 2, 3), worker="good"),
@@ -242,12 +242,12 @@ def test_what_cannot_be_read_is_no_index_until_it_can(tmp_path: Path) -> None:
     _arrays, state, publication = published(tmp_path)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1)), 1))
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     reader = SharedIndexReader(tmp_path)
     for written in tmp_path.glob("*.fleet.*"):
         written.unlink()
     assert reader.match(hashes(1)) == []
     assert not reader.connected
-    publication.pulse(PULSE)
+    publication.publish_status(PULSE)
     assert [match.num_blocks for match in reader.match(hashes(1))] == [1]
     assert reader.connected

@@ -14,20 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
 from kvatlas.events.leases import LeaseChange, watch_leases
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from kvatlas.events.streams import LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import inventory_subject
+from kvatlas.reference.kv_bytes import kv_bytes
+from kvatlas.reference.requests import Completion, generated_tokens
 from kvatlas.schemas.digest import split_hashes
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import Plan, PullStep
-from kvatlas.worker_hooks.launch import start_sidecar
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.reference.kv_bytes import kv_bytes
-from kvatlas.worker_hooks.reference.requests import Completion, generated_tokens
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.launch import start_sidecar
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from testkit.fold import Fold
 from testkit.ports import kept_port
 from testkit.sidecars import (
@@ -278,10 +278,10 @@ ENGINE = """
 import sys
 from pathlib import Path
 import msgspec
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.launch import start_sidecar
-from kvatlas.worker_hooks.ring import RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.sidecar.launch import start_sidecar
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 options = msgspec.json.decode(sys.argv[1], type=SidecarOptions)
 hook = WorkerHook(RingWriter.create(Path(options.ring_path)))
 sidecar = start_sidecar(options) if sys.argv[2] == "start" else None

@@ -13,16 +13,16 @@ import msgspec
 import psutil
 import pytest
 
-from kvatlas.events.embedded import EmbeddedServer, embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import EmbeddedServer, embedded_server
 from kvatlas.events.streams import events_stream
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.worker_hooks import beside_engine
-from kvatlas.worker_hooks.beside_engine import BesideEngine
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.ring import RingWriter
-from kvatlas.worker_hooks.sidecar_apart import KILLED_STATUS, ApartSidecar, start_apart
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.sidecar import beside_engine
+from kvatlas.worker_hooks.sidecar.beside_engine import BesideEngine
+from kvatlas.worker_hooks.sidecar.detached import KILLED_STATUS, DetachedSidecar, start_detached
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 from testkit.peer import stop
 from testkit.processes import until_ended
 from testkit.sidecars import folded, sidecar_options
@@ -42,8 +42,8 @@ engine.wait()
 ENGINE = """
 import sys, time
 import msgspec
-from kvatlas.worker_hooks.beside_engine import BesideEngine
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.beside_engine import BesideEngine
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 beside = BesideEngine(msgspec.json.decode(sys.argv[1], type=SidecarOptions))
 beside.hook.stored([1], None, bytes(16))
 print(beside.sidecar.pid, flush=True)
@@ -94,8 +94,8 @@ async def test_its_engine_can_end_it(tmp_path: Path, ending: str) -> None:
     async with a_broker(tmp_path) as (server, bus), folded(bus, W) as folds:
         options = sidecar_options(tmp_path, nats_url=server.url)
         with a_ring(options):
-            sidecar = await asyncio.to_thread(start_apart, options)
-            assert isinstance(sidecar, ApartSidecar)
+            sidecar = await asyncio.to_thread(start_detached, options)
+            assert isinstance(sidecar, DetachedSidecar)
             try:
                 await until(lambda: folds[W].epoch > 0)
                 before = sidecar.exit_status
@@ -136,11 +136,11 @@ def test_one_that_does_not_start_is_an_error(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ChildProcessError, match="no sidecar"):
-        start_apart(sidecar_options(tmp_path, nats_url="nats://127.0.0.1:1"))
+        start_detached(sidecar_options(tmp_path, nats_url="nats://127.0.0.1:1"))
     assert set(os.listdir("/proc/self/fd")) <= before  # some of others may end meanwhile
 
 
 def test_its_own_failure_has_its_own_status(tmp_path: Path) -> None:
     """There is no ring where the options say."""
-    sidecar = start_apart(sidecar_options(tmp_path, nats_url="nats://127.0.0.1:1"))
+    sidecar = start_detached(sidecar_options(tmp_path, nats_url="nats://127.0.0.1:1"))
     assert sidecar.wait(60.0) == 1

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import kvatlas.bridge_command  # noqa: F401 - registers its command
-from kvatlas.commands import run_command
+import kvatlas.cli.bridge  # noqa: F401 - registers its command
+from kvatlas.cli.commands import run_command
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.settings import (
@@ -25,9 +25,9 @@ from kvatlas.schemas.settings import (
     load_settings,
 )
 from kvatlas.worker_hooks import sglang_plugin
-from kvatlas.worker_hooks.plugin_endpoint import parse_endpoint
-from kvatlas.worker_hooks.ring import RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.plugin_endpoint import parse_endpoint
 from kvatlas.worker_hooks.vllm_plugin import facts
 
 #: no broker, no engine: nothing gets so far

@@ -12,9 +12,9 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.schema import CreateTable
 
-from kvatlas.events import sql_archive
-from kvatlas.events.archive import EventRecord, Hole
-from kvatlas.events.sql_archive import SCHEMA_VERSION, SqlArchive
+from kvatlas.events.archive import sql as sql_archive
+from kvatlas.events.archive.port import EventRecord, Hole
+from kvatlas.events.archive.sql import SCHEMA_VERSION, SqlArchive
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.schemas.errors import (
     ArchiveDamaged,

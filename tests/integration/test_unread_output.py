@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import aiohttp
 import pytest
 
-from kvatlas.worker_hooks.stop_deadline import OVERDUE_STATUS
+from kvatlas.worker_hooks.sidecar.stop_deadline import OVERDUE_STATUS
 from testkit.commands import STOP_SECONDS
 from testkit.ports import kept_port
 from testkit.waiting import WAIT_SECONDS, until_told
@@ -81,8 +81,8 @@ async def test_a_fleet_serves_and_ends_though_nothing_reads_its_output(
 
 HANGING = """
 import asyncio, json, sys
-from kvatlas.worker_hooks.process import signals_call
-from kvatlas.worker_hooks.stop_deadline import limit_stop
+from kvatlas.worker_hooks.sidecar.process import signals_call
+from kvatlas.worker_hooks.sidecar.stop_deadline import limit_stop
 
 async def hang():
     limit_stop("a test", 0.1)

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvatlas.worker_hooks.reference.block_pool import BlockPool
+from kvatlas.reference.block_pool import BlockPool
 
 NUM_SLOTS = 12
 

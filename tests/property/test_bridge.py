@@ -8,23 +8,23 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.worker_hooks.bridge.follow_options import FollowOptions, Phase
+from kvatlas.worker_hooks.bridge.follow_options import FollowOptions, FollowPhase
 from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.stimuli import (
-    AskReplay,
     Connected,
+    Degrade,
     Deliver,
     Disconnected,
-    Doubt,
     FrameArrived,
     FrameReplayed,
+    Recover,
     ReplayEnded,
     ReplayFailed,
+    RequestReplay,
     Restarted,
     Stimulus,
     Ticked,
-    Undoubt,
 )
 
 STEPS = st.lists(
@@ -111,7 +111,7 @@ class Engine:
             match effect:
                 case Deliver(sequence, payload):
                     self.delivered[-1].append((sequence, payload))
-                case AskReplay(ask, first):
+                case RequestReplay(ask, first):
                     run = self.runs[-1]
                     kept = range(max(first, len(run) - self.buffer), len(run))
                     self.answer = deque(FrameReplayed(ask, s, run[s]) for s in kept)
@@ -119,9 +119,9 @@ class Engine:
                 case Restarted():
                     self.delivered.append([])
                     self.doubted.append(False)
-                case Doubt():
+                case Degrade():
                     self.doubted[-1] = True
-                case Undoubt():
+                case Recover():
                     self.doubted[-1] = False
 
     def settle(self) -> None:
@@ -149,12 +149,12 @@ def test_the_engines_own_order_is_delivered_or_a_doubt_raised(
     for what, number in steps:
         engine.step(what, number)
     engine.settle()
-    assert engine.state.phase is Phase.following
+    assert engine.state.phase is FollowPhase.following
     current = engine.runs[-1]
     whole = list(enumerate(current))
     if engine.delivered[-1] != whole:
         assert engine.doubted[-1]
-        assert engine.state.doubt
+        assert engine.state.degraded_reason
         assert engine.delivered[-1][-1:] == whole[-1:]
     if buffer > max(map(len, engine.runs)) and not engine.state.counters.failed_asks:
         assert engine.delivered[-1] == whole

@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.indexer import FlatRadixIndex, kernel
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import AuditFailed, RequestInventory
+from kvatlas.indexer import FlatRadixIndex
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import AuditFailed, RequestInventory
+from kvatlas.indexer.index import kernel
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from testkit.builders import a_batch, arrived, digest, hashes, inventory, stored, up

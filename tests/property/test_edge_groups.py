@@ -9,7 +9,6 @@ from kvatlas.schemas.digest import split_hashes
 from kvatlas.schemas.hashing import BlockHasher, reuse_point
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.raw_events import (
     RawCleared,
     RawEvent,
@@ -17,6 +16,7 @@ from kvatlas.worker_hooks.raw_events import (
     RawRemoved,
     RawStored,
 )
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 from testkit.engine_words import BLOCK_TOKENS, DESCRIPTOR, MODEL, tokens_of
 
 #: blocks are nodes of a binary tree: n follows n // 2, and 1 begins a prompt
@@ -130,25 +130,29 @@ def raw_events(draw: st.DrawFn) -> RawEvent:
 
 @given(st.lists(raw_events(), max_size=40), st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_the_edge_tells_what_every_group_that_counts_holds(
+def test_the_tracker_tells_what_every_group_that_counts_holds(
     events: list[RawEvent], groups_come_late: bool
 ) -> None:
-    edge, account, reader = Edge(MODEL, DESCRIPTOR, FULL_GROUPS), Account(), Reader()
+    tracker, account, reader = (
+        EngineStateTracker(MODEL, DESCRIPTOR, FULL_GROUPS),
+        Account(),
+        Reader(),
+    )
     late = len(events) // 2 if groups_come_late else 0
     for number, event in enumerate(events):
         if number == late:
-            reader.take(edge.handle(GROUPS))
+            reader.take(tracker.handle(GROUPS))
         account.take(event)
-        reader.take(edge.handle([event]))
+        reader.take(tracker.handle([event]))
         if number < late:
             continue
         for tier in Tier:
             assert reader.held[tier] == account.usable(tier)
-            assert reader.held[tier] == {block for block, _ in edge.residency.blocks(tier)}
-            assert edge.num_pairs(tier) == sum(place[2] is tier for place in account.held)
+            assert reader.held[tier] == {block for block, _ in tracker.residency.blocks(tier)}
+            assert tracker.num_pairs(tier) == sum(place[2] is tier for place in account.held)
     resident = {
         (node, group, tier)
-        for group, by_tier in edge.resident().items()
+        for group, by_tier in tracker.resident().items()
         for tier, nodes in by_tier.items()
         for node in nodes
     }

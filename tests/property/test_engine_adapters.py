@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvatlas.schemas.errors import MalformedBatch
 from kvatlas.schemas.fleet import NamespaceDescriptor
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.registry import ADAPTERS, adapter_of
 from kvatlas.worker_hooks.raw_events import RawRemoved, encode_raw
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 
 #: a removal that each engine's adapter has to find among anything else
 GOOD: dict[str, Any] = {
@@ -84,9 +84,9 @@ def test_what_comes_out_can_be_held(engine: str, told: list[Any]) -> None:
         decoded = adapter_of(engine, 2).decode(msgspec.msgpack.encode([1.5, told, 0]))
     except MalformedBatch:
         return
-    edge = Edge("m", NamespaceDescriptor(2), counts_copies=True)
-    edge.handle(decoded.events)
+    tracker = EngineStateTracker("m", NamespaceDescriptor(2), counts_copies=True)
+    tracker.handle(decoded.events)
     for event in decoded.events:
         assert encode_raw(event)
-    edge.digests()
-    list(edge.inventory(0))
+    tracker.digests()
+    list(tracker.inventory(0))

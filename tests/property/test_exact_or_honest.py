@@ -29,8 +29,8 @@ from hypothesis.stateful import (
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import encode
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import (
     Effect,
     HoleSeen,
     LeaseExpired,
@@ -46,7 +46,7 @@ from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
     EventBatch,
     KvEvent,
-    NamespacesMuted,
+    NamespacesOverBudget,
     WorkerDown,
 )
 from testkit.builders import (
@@ -119,17 +119,17 @@ class Worker:
     def mute(self) -> None:
         """Tell of the namespace no more than what leaves it."""
         self.is_muted = self.has_been_muted = True
-        self.say(*self.caveats())
+        self.say(*self.notices())
 
     def unmute(self) -> None:
         """Tell all that was withheld."""
         self.is_muted, self.told = False, dict(self.held)
         self.give_inventory()
 
-    def caveats(self) -> list[KvEvent]:
+    def notices(self) -> list[KvEvent]:
         if not self.has_been_muted:
             return []
-        return [NamespacesMuted(ROOT, "why") if self.is_muted else NamespacesMuted(b"")]
+        return [NamespacesOverBudget(ROOT, "why") if self.is_muted else NamespacesOverBudget(b"")]
 
     def clear(self, tier: Tier | None) -> None:
         for each in Tier if tier is None else (tier,):
@@ -139,7 +139,7 @@ class Worker:
     def tell_digests(self, at_once: int = len(Tier)) -> None:
         *digests, last = [digest(*self.told[tier], tier=tier) for tier in Tier]
         self.say_in_parts(digests, at_once)
-        self.say(*self.caveats(), last)  # whoever has all digests has the caveats too
+        self.say(*self.notices(), last)  # whoever has all digests has the degradation notices too
 
     def give_inventory(self, at_once: int = len(Tier), part_blocks: int = MAX_BLOCK) -> None:
         as_of, told = self.seq, list[KvEvent]()

@@ -7,15 +7,15 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.events.archiver import Archiver, ArchiverSettings
+from kvatlas.events.archive.archiver import Archiver, ArchiverSettings
+from kvatlas.events.archive.memory import MemoryArchive
 from kvatlas.events.bus import Message
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import KV_EVENTS, events_stream
+from kvatlas.hindsight.replay import Moment, replay
 from kvatlas.indexer import FlatRadixIndex, PrefixIndex, ReferenceIndex
-from kvatlas.indexer.state import IndexState, IndexStats
-from kvatlas.indexer.stimuli import BatchArrived, HoleSeen, Stimulus, stimulus_of
-from kvatlas.replay import Moment, replay
+from kvatlas.indexer.fold.state import IndexState, IndexStats
+from kvatlas.indexer.fold.stimuli import BatchArrived, HoleSeen, Stimulus, stimulus_of
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (

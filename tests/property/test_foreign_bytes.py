@@ -14,13 +14,13 @@ from kvatlas.events.bus import Entry
 from kvatlas.events.codec import decode, decode_control, encode
 from kvatlas.events.dead_letters import decode_letter, encode_letter, letter_about
 from kvatlas.events.leases import LeaseValue, decode_lease, parse_lease_key
-from kvatlas.indexer.shared import header as h
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
-from kvatlas.router.signals import Routed, decode_signal, encode_signal
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
+from kvatlas.indexer.index.shared import header as h
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
+from kvatlas.router.replicas.signals import Routed, decode_signal, encode_signal
 from kvatlas.schemas.errors import (
     CaptureDamaged,
     CaptureUnreadable,
@@ -39,8 +39,8 @@ from kvatlas.schemas.transfer import (
     decode_transfer_request,
     encode_transfer,
 )
-from kvatlas.worker_hooks.captures import read_capture
 from kvatlas.worker_hooks.raw_events import RawStored, decode_raw, encode_raw
+from kvatlas.worker_hooks.recordings.captures import read_capture
 from testkit.builders import (
     a_batch,
     a_control,
@@ -185,7 +185,7 @@ def test_a_header_of_a_shared_index_with_any_number_leads_nobody_astray(tmp_path
     publication = IndexPublication(arrays, state, state)
     with publication:
         state.handle(arrived(a_batch(up(), stored(1, 2, 3)), 1))
-    publication.pulse(Pulse(True, True, 1, 0.0, {}))
+    publication.publish_status(WriterStatus(True, True, 1, 0.0, {}))
     opened = h.open_header(tmp_path / "shared" / h.FILE)
     assert opened is not None
     words, chain = opened[0], hashes(1, 2, 3)

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
 from kvatlas.indexer.reader import InstanceView
-from kvatlas.router.lineup import Lineup, line_up
-from kvatlas.router.requests import Report
+from kvatlas.router.decision.candidate_set import CandidateSet, candidate_set_of
+from kvatlas.router.decision.requests import Report
 from kvatlas.router.service import choose_again
 from kvatlas.schemas.errors import NoCandidate, UnknownModel
 from kvatlas.schemas.hashing import BlockHasher
@@ -60,50 +60,54 @@ class World:
 def by_name(router: RouterUnderTest, tokens: list[int]) -> tuple[Candidate, ...]:
     """Return the candidates as they are found one by one."""
     now = router.clock()
-    lineup = line_up(router.index.serving(MODEL), MODEL, None)
-    lineup = lineup.without(router.failures.avoided(now))
+    candidate_set = candidate_set_of(router.index.serving(MODEL), MODEL, None)
+    candidate_set = candidate_set.without(router.failures.avoided(now))
     held: list[dict[InstanceId, tuple[int, int, int, int, int]]] = []
     predicted: dict[tuple[InstanceId, int], int] = {}
-    for key in lineup.groups:
+    for key in candidate_set.groups:
         chain = BlockHasher(key.descriptor.namespace(MODEL, None, None)).chain(tokens)
         matches = router.index.match(chain)
         held.append({match.instance: match.by_tier for match in matches})
         num_held = {match.instance: match.num_blocks for match in matches}
-        predicted |= router.overlay.beyond(chain, num_held, now)
+        predicted |= router.overlay.predicted_beyond(chain, num_held, now)
     found = []
-    for view, seat in zip(lineup.views, lineup.seats, strict=True):
+    for view, candidate_row in zip(candidate_set.views, candidate_set.rows, strict=True):
         load = router.load_of(view.instance)
         assert load is not None
-        by_tier = held[seat.group].get(view.instance, (0, 0, 0, 0, 0))
+        by_tier = held[candidate_row.group].get(view.instance, (0, 0, 0, 0, 0))
         expected = predicted.get((view.instance, view.epoch), 0)
         rates = load.compute_ms_per_token, load.pull_ms_per_token
         loads = load.in_flight, load.queued_ms, load.work_ms, *rates
-        found.append(Candidate(*seat, by_tier, expected, *loads))
+        found.append(Candidate(*candidate_row, by_tier, expected, *loads))
     return tuple(found)
 
 
-def columns_of(lineup: Lineup) -> dict[str, object]:
+def columns_of(candidate_set: CandidateSet) -> dict[str, object]:
     """Return all that a decision may look at."""
     return {
-        "views": [(v.instance, v.epoch, v.info, v.trust, v.muted) for v in lineup.views],
-        "groups": lineup.groups,
-        "seats": lineup.seats,
-        "shown": lineup.shown,
-        "traits": lineup.traits.tolist(),
-        "num_classes": lineup.num_classes,
-        "rolls": [(roll.instances, lines.tolist()) for roll, lines in lineup.rolls],
-        "loads": (lineup.loads.asked, lineup.loads.epochs.tolist()),
-        "line_of": lineup.line_of,
-        "lots": lineup.lots,
-        "leasable": lineup.leasable,
-        "lends_everything": lineup.lends_everything,
-        "doubtful": lineup.doubtful,
-        "muted": [(view.instance, group) for view, group in lineup.muted],
+        "views": [(v.instance, v.epoch, v.info, v.trust, v.muted) for v in candidate_set.views],
+        "groups": candidate_set.groups,
+        "seats": candidate_set.rows,
+        "shown": candidate_set.answer_fields,
+        "traits": candidate_set.traits.tolist(),
+        "num_classes": candidate_set.num_classes,
+        "rolls": [
+            (selection.instances, lines.tolist()) for selection, lines in candidate_set.selections
+        ],
+        "loads": (candidate_set.loads.keys, candidate_set.loads.epochs.tolist()),
+        "line_of": candidate_set.row_of,
+        "lots": candidate_set.tie_break_keys,
+        "leasable": candidate_set.leasable,
+        "lends_everything": candidate_set.all_lend_every_tier,
+        "doubtful": candidate_set.not_exact,
+        "muted": [
+            (view.instance, group) for view, group in candidate_set.with_over_budget_namespaces
+        ],
     }
 
 
 @given(st.lists(steps, max_size=30))
-def test_a_lineup_that_is_kept_up_to_date_is_one_made_anew(
+def test_a_candidate_set_that_is_kept_up_to_date_is_one_made_anew(
     history: list[tuple[str, int, int, int, float]],
 ) -> None:
     world = World(False, "least_loaded")
@@ -115,27 +119,27 @@ def test_a_lineup_that_is_kept_up_to_date_is_one_made_anew(
         if not now:
             kept = None
             continue
-        made = line_up(now, MODEL, None)
+        made = candidate_set_of(now, MODEL, None)
         kept = (kept and kept.revised(before, now)) or made
         before = now
         assert columns_of(kept) == columns_of(made)
 
 
-def test_a_lineup_keeps_what_trust_says_nothing_about() -> None:
+def test_a_candidate_set_keeps_what_trust_says_nothing_about() -> None:
     world = World(False, "least_loaded")
     for number in (0, 2, 4):
         world.happen("up", number, 0, 1)
     before = world.router.index.serving(MODEL)
-    lineup = line_up(before, MODEL, None)
-    columns_of(lineup)
+    candidate_set = candidate_set_of(before, MODEL, None)
+    columns_of(candidate_set)
     world.happen("gap", 2, 0, 1)
     now = world.router.index.serving(MODEL)
-    revised = lineup.revised(before, now)
+    revised = candidate_set.revised(before, now)
     assert revised is not None
-    assert revised.rolls is lineup.rolls
-    assert revised.loads is lineup.loads
-    assert revised.doubtful == {InstanceId("w2", 0)}
-    assert lineup.doubtful == frozenset(), "whoever has the other one keeps it"
+    assert revised.selections is candidate_set.selections
+    assert revised.loads is candidate_set.loads
+    assert revised.not_exact == {InstanceId("w2", 0)}
+    assert candidate_set.not_exact == frozenset(), "whoever has the other one keeps it"
     assert revised.revised(now, now) is revised
 
 
@@ -154,11 +158,11 @@ def test_candidates_are_those_found_one_by_one(
         world.happen(kind, number, prompt, num_blocks)
         for tokens in PROMPTS:
             try:
-                gathered = router._ask(a_request(tokens), router.clock())
+                gathered = router._find_candidates(a_request(tokens), router.clock())
             except (UnknownModel, NoCandidate):
                 assert not world.living
                 continue
-            assert gathered.slate.question.candidates == by_name(router, tokens)
+            assert gathered.table.question.candidates == by_name(router, tokens)
     for decision_id in world.routed:
         decision = router.decision(decision_id)
         again = choose_again(decision)

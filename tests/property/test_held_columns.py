@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.events.codec import DecodedBatch
-from kvatlas.indexer.flat import FlatRadixIndex
-from kvatlas.indexer.live import LiveIndex
-from kvatlas.indexer.naming import NamedIndex
-from kvatlas.indexer.reader import IndexReader, Roll
-from kvatlas.indexer.reference import ReferenceIndex
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived, ControlArrived
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import BatchArrived, ControlArrived
+from kvatlas.indexer.index.flat import FlatRadixIndex
+from kvatlas.indexer.index.naming import NamedIndex
+from kvatlas.indexer.index.reference import ReferenceIndex
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
+from kvatlas.indexer.reader import IndexReader, InstanceSelection
+from kvatlas.indexer.trust_overlay import TrustOverlay
 from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import BlockStored, KvEvent, WorkerDown
@@ -53,12 +53,12 @@ def events_of(kind: str, told: list[int], tier: Tier, seq: int) -> list[KvEvent]
             return [WorkerDown("end")]
 
 
-def agree(index: IndexReader, roll: Roll) -> None:
+def agree(index: IndexReader, selection: InstanceSelection) -> None:
     """Ask for a chain, a part of it, and one that nobody holds."""
     for chain in (hashes(*CHAIN), hashes(1, 2), hashes(99), b""):
         found = {match.instance: match.by_tier for match in index.match(chain)}
-        expected = [found.get(instance, (0, 0, 0, 0, 0)) for instance in roll.instances]
-        assert [tuple(line) for line in index.held(chain, roll).tolist()] == expected
+        expected = [found.get(instance, (0, 0, 0, 0, 0)) for instance in selection.instances]
+        assert [tuple(line) for line in index.held(chain, selection).tolist()] == expected
 
 
 @given(st.lists(steps, max_size=20))
@@ -68,12 +68,24 @@ def test_lines_are_matches(history: list[tuple[str, int, list[int], Tier]]) -> N
         states = [IndexState(tiny_index(arrays=arrays)), IndexState(ReferenceIndex())]
         states.append(IndexState(FlatRadixIndex()))
         publication = IndexPublication(arrays, states[0], states[0])
-        indexes: list[IndexReader] = [*states, LiveIndex(states[1]), SharedIndexReader(Path(name))]
-        publication.pulse(Pulse(True, True, 0, 0.0, {}))
-        #: each index's own are kept, as a lineup is; one is asked of all in turn
-        wandering, some, nobody = Roll(FLEET), [FLEET[2], FLEET[0]], list[InstanceId]()
-        rolls = [
-            (index, [wandering, Roll([*FLEET, NOBODY]), Roll(some), Roll(nobody)])
+        indexes: list[IndexReader] = [
+            *states,
+            TrustOverlay(states[1]),
+            SharedIndexReader(Path(name)),
+        ]
+        publication.publish_status(WriterStatus(True, True, 0, 0.0, {}))
+        #: each index's own are kept, as a candidate set is; one is asked of all in turn
+        wandering, some, nobody = InstanceSelection(FLEET), [FLEET[2], FLEET[0]], list[InstanceId]()
+        selections = [
+            (
+                index,
+                [
+                    wandering,
+                    InstanceSelection([*FLEET, NOBODY]),
+                    InstanceSelection(some),
+                    InstanceSelection(nobody),
+                ],
+            )
             for index in indexes
         ]
         epochs, seqs = dict.fromkeys(FLEET, 1), dict.fromkeys(FLEET, 0)
@@ -95,9 +107,9 @@ def test_lines_are_matches(history: list[tuple[str, int, list[int], Tier]]) -> N
                 states[0].handle(stimulus)
             if kind == "down":
                 epochs[who], seqs[who] = epochs[who] + 1, 0
-            for index, its_rolls in rolls:
-                for roll in its_rolls:
-                    agree(index, roll)
+            for index, its_selections in selections:
+                for selection in its_selections:
+                    agree(index, selection)
         arrays.close()
 
 
@@ -105,7 +117,7 @@ def test_a_number_that_stands_for_nobody_is_an_error() -> None:
     """A shared index tells by it that it was read half changed."""
     index = FlatRadixIndex()
     index.store(index.add_instance(), Tier.hbm, ROOT, hashes(1))
-    named, roll = NamedIndex(index), Roll(FLEET)
-    assert not named.held(hashes(2), roll).any()
+    named, selection = NamedIndex(index), InstanceSelection(FLEET)
+    assert not named.held(hashes(2), selection).any()
     with pytest.raises(IndexError):
-        named.held(hashes(1), roll)
+        named.held(hashes(1), selection)

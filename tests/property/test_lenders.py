@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.candidates import line_up
-from kvatlas.router.plans import Lenders, plan_for
-from kvatlas.router.pricing import price_all
+from kvatlas.router.decision.candidates import candidate_set_of
+from kvatlas.router.decision.plans import LendableBlocks, plan_for
+from kvatlas.router.decision.pricing import price_all
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -51,7 +51,7 @@ def test_every_block_of_a_plan_is_one_that_its_owner_lends(
             end += 1
         return end
 
-    lineup = line_up(fleet.state.serving(MODEL), MODEL, None)
+    candidate_set = candidate_set_of(fleet.state.serving(MODEL), MODEL, None)
     matches = {match.instance: match.by_tier for match in fleet.state.match(CHAIN)}
     candidates = tuple(
         a_candidate(
@@ -59,12 +59,12 @@ def test_every_block_of_a_plan_is_one_that_its_owner_lends(
             held=matches.get(view.instance, (0, 0, 0, 0, 0)),
             queued_ms=queued[view.instance],
         )
-        for view in lineup.views
+        for view in candidate_set.views
     )
     matched = {c.instance: sum(c.held) for c in candidates}
     question = Question(16 * NUM_BLOCKS + 1, 0, 1, candidates)
     settings = RouterSettings(min_pull_tokens=min_pull_tokens, pull_fixed_ms=0.0, pull_weight=1.0)
-    lenders = Lenders(fleet.state, lineup, CHAIN)
+    lenders = LendableBlocks(fleet.state, candidate_set, CHAIN)
     for chosen, price in enumerate(price_all(question, settings)):
         plan = plan_for(question, chosen, price, settings, lenders)
         assert plan.num_tokens == question.prompt_tokens

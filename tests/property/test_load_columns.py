@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.indexer import kernel
-from kvatlas.router import price_kernel as k
-from kvatlas.router.loads import Asked, LoadRoll, Loads
-from kvatlas.router.requests import Report
+from kvatlas.indexer.index import kernel
+from kvatlas.router.decision import price_kernel as k
+from kvatlas.router.decision.loads import LoadKey, LoadSelection, LoadTracker
+from kvatlas.router.decision.requests import Report
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import RouterSettings
@@ -32,23 +32,23 @@ steps = st.tuples(
 
 
 class Asking:
-    """Loads, and the lineup that they are asked for; `together` is how."""
+    """Loads, and the candidate set that they are asked for; `together` is how."""
 
     def __init__(self, together: bool) -> None:
-        self.loads, self.together = Loads(SETTINGS), together
-        self.lineup = [Asked(instance, 1, "m") for instance in WORKERS[:2]]
-        self.roll = LoadRoll(self.lineup)
+        self.loads, self.together = LoadTracker(SETTINGS), together
+        self.candidate_set = [LoadKey(instance, 1, "m") for instance in WORKERS[:2]]
+        self.selection = LoadSelection(self.candidate_set)
 
-    def take(self, lineup: list[Asked]) -> None:
-        self.lineup, self.roll = lineup, LoadRoll(lineup)
+    def take(self, candidate_set: list[LoadKey]) -> None:
+        self.candidate_set, self.selection = candidate_set, LoadSelection(candidate_set)
 
     def ask(self, now: float) -> list[tuple[float, ...]]:
         if self.together:
-            lines = np.full((len(self.lineup), k.NUM_COLUMNS), np.nan)
-            self.loads.fill(self.roll, now, lines)
+            lines = np.full((len(self.candidate_set), k.NUM_COLUMNS), np.nan)
+            self.loads.fill(self.selection, now, lines)
             assert not lines[:, k.PREDICTED].any()
             return [tuple(line) for line in lines[:, k.IN_FLIGHT : k.NUM_ASKED].tolist()]
-        loads = [self.loads.of(*asked, now) for asked in self.lineup]
+        loads = [self.loads.of(*asked, now) for asked in self.candidate_set]
         return [
             (e.in_flight, e.queued_ms, e.work_ms, e.compute_ms_per_token, e.pull_ms_per_token)
             for e in loads
@@ -56,7 +56,7 @@ class Asking:
 
 
 def happen(one: Asking, kind: str, number: int, tokens: int, at: int, now: float) -> None:
-    asked = one.lineup[number % len(one.lineup)]
+    asked = one.candidate_set[number % len(one.candidate_set)]
     report = Report(computed_tokens=tokens, prefill_ms=tokens / 7, ttft_ms=tokens / 5)
     match kind:
         case "routed":
@@ -68,15 +68,15 @@ def happen(one: Asking, kind: str, number: int, tokens: int, at: int, now: float
             ended = Report(failed=True) if kind == "failed" else report
             one.loads.done(f"r{at - number - 1}", ended, now)
         case "restart":
-            risen = Asked(asked.instance, asked.epoch + 1, asked.model)
-            one.take([risen if each is asked else each for each in one.lineup])
+            risen = LoadKey(asked.instance, asked.epoch + 1, asked.model)
+            one.take([risen if each is asked else each for each in one.candidate_set])
         case "model":
-            other = Asked(asked.instance, asked.epoch, MODELS[tokens % 2])
-            one.take([other if each is asked else each for each in one.lineup])
+            other = LoadKey(asked.instance, asked.epoch, MODELS[tokens % 2])
+            one.take([other if each is asked else each for each in one.candidate_set])
         case "grown":
-            known = [each.instance for each in one.lineup]
+            known = [each.instance for each in one.candidate_set]
             new = [each for each in WORKERS if each not in known]
-            one.take([*one.lineup, *(Asked(each, 1, "m") for each in new[:1])][-3:])
+            one.take([*one.candidate_set, *(LoadKey(each, 1, "m") for each in new[:1])][-3:])
         case _:
             pass
 
@@ -95,19 +95,19 @@ def test_together_is_one_by_one(history: list[tuple[str, int, int, float]]) -> N
 
 
 def test_rows_are_taken_again_and_the_table_grows() -> None:
-    loads = Loads(SETTINGS)
-    fleet = [Asked(InstanceId(f"w{n}", 0), 1, "m") for n in range(300)]
-    rolls = LoadRoll(fleet), LoadRoll(fleet[:7])
+    loads = LoadTracker(SETTINGS)
+    fleet = [LoadKey(InstanceId(f"w{n}", 0), 1, "m") for n in range(300)]
+    selections = LoadSelection(fleet), LoadSelection(fleet[:7])
     lines = np.zeros((300, k.NUM_COLUMNS))
-    loads.fill(rolls[0], 0.0, lines)
+    loads.fill(selections[0], 0.0, lines)
     loads.routed("r", fleet[250].instance, Plan(16, 0, (), 100), 0.0, 0.0)
-    loads.fill(rolls[1], 50.0, lines)
+    loads.fill(selections[1], 50.0, lines)
     loads.prefilled("r", Report(), 50.0)
     loads.expire(70.0)
     assert loads.num_workers == 8  # whoever was asked about or has something to do
     loads.done("r", Report(), 71.0)
     loads.expire(131.0)
     assert loads.num_workers == 0
-    loads.fill(rolls[0], 132.0, lines)
+    loads.fill(selections[0], 132.0, lines)
     assert loads.num_workers == 300
     assert not lines[:, k.QUEUED].any()

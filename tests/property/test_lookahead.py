@@ -11,8 +11,8 @@ from kvatlas.schemas.digest import split_hashes
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm, Namespace, pack_tokens
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.raw_events import RawRemoved, RawStored, RawStoredAhead
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 
 block_sizes = st.integers(1, 80)
 lookaheads = st.integers(0, 40)
@@ -41,7 +41,7 @@ def test_an_engine_and_a_router_name_the_same_blocks(
 ) -> None:
     """The engine stores each distinct window once, and removes some, by hashes of its own."""
     descriptor = NamespaceDescriptor(size, algorithm, ahead)
-    edge = Edge("m", descriptor)
+    tracker = EngineStateTracker("m", descriptor)
     hasher = BlockHasher(descriptor.namespace("m", None, None))
     #: what an engine's own hash stands for, and ours of the same
     engine: dict[tuple[int, ...], int] = {}
@@ -61,10 +61,10 @@ def test_an_engine_and_a_router_name_the_same_blocks(
             stored = RawStored((handle,), parent, tokens)
             if ahead:
                 stored = RawStoredAhead((handle,), parent, tokens, ahead=window)
-            edge.handle([stored])
-    assert {block for block, _ in edge.residency.blocks(Tier.hbm)} == set(names.values())
+            tracker.handle([stored])
+    assert {block for block, _ in tracker.residency.blocks(Tier.hbm)} == set(names.values())
     gone = data.draw(st.sets(st.sampled_from(sorted(names)))) if names else set()
-    edge.handle([RawRemoved((handle,)) for handle in sorted(gone)])
+    tracker.handle([RawRemoved((handle,)) for handle in sorted(gone)])
     left = {name for handle, name in names.items() if handle not in gone}
-    assert {block for block, _ in edge.residency.blocks(Tier.hbm)} == left
+    assert {block for block, _ in tracker.residency.blocks(Tier.hbm)} == left
     assert len(set(names.values())) == len(names)

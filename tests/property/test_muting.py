@@ -16,16 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvatlas.events.codec import DecodedBatch, encode
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived, HoleSeen
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import BatchArrived, HoleSeen
 from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import EventBatch
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
-from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import (
     RawCleared,
     RawDoubted,
@@ -36,7 +33,10 @@ from kvatlas.worker_hooks.raw_events import (
     RawStored,
     encode_raw,
 )
-from kvatlas.worker_hooks.reporter import Reporter
+from kvatlas.worker_hooks.reporting.engine_state.namespace_budgets import NamespaceBudgetSettings
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.outbox import Outbox
+from kvatlas.worker_hooks.reporting.reporter import Reporter
 from testkit.builders import up
 from testkit.engine_words import BLOCK_TOKENS, DESCRIPTOR, MODEL, tokens_of
 from wire_100 import codec as codec_100
@@ -71,9 +71,9 @@ def engine_hash(salt: int, node: int) -> int:
     return 100 * salt + node
 
 
-def places(edge: Edge) -> set[Place]:
+def places(tracker: EngineStateTracker) -> set[Place]:
     """Return (tier, block, root) of all that an edge has told."""
-    return {(tier, *pair) for tier in Tier for pair in edge.residency.blocks(tier)}
+    return {(tier, *pair) for tier in Tier for pair in tracker.residency.blocks(tier)}
 
 
 class Muting(RuleBasedStateMachine):
@@ -84,10 +84,12 @@ class Muting(RuleBasedStateMachine):
 
     @initialize(at_once=st.sampled_from([1, 300]))
     def begin(self, at_once: int) -> None:
-        self.edge = Edge(MODEL, DESCRIPTOR, has_pool=True, tells_mutes=self.tells_mutes)
-        self.truth = Edge(MODEL, DESCRIPTOR, has_pool=True)
+        self.tracker = EngineStateTracker(
+            MODEL, DESCRIPTOR, has_pool=True, tells_mutes=self.tells_mutes
+        )
+        self.truth = EngineStateTracker(MODEL, DESCRIPTOR, has_pool=True)
         self.outbox = Outbox(INSTANCE, up(MODEL), coalesce_bytes=at_once)
-        self.reporter = Reporter(self.edge, self.outbox, BUDGETS)
+        self.reporter = Reporter(self.tracker, self.outbox, BUDGETS)
         self.state = IndexState(ReferenceIndex())
         self.now, self.sent_at = 0.0, 0.0
         self.epoch = self.stream_sequence = 0
@@ -208,7 +210,7 @@ class Muting(RuleBasedStateMachine):
 
     def next_batch(self) -> EventBatch | None:
         self.sent_at += 1.0
-        return self.outbox.take(self.sent_at, 0)
+        return self.outbox.next_batch(self.sent_at, 0)
 
     def fold(self, batch: EventBatch) -> None:
         self.stream_sequence += 1
@@ -224,11 +226,11 @@ class Muting(RuleBasedStateMachine):
     def told_is_true_and_all_but_what_is_muted(self) -> None:
         if not hasattr(self, "edge"):
             return
-        told, truth = places(self.edge), places(self.truth)
+        told, truth = places(self.tracker), places(self.truth)
         assert told <= truth
-        muted = self.edge._telling.muted
+        muted = self.tracker._publication.muted
         assert {root for _, _, root in truth - told} <= muted
-        withheld = self.edge._telling.withheld
+        withheld = self.tracker._publication.withheld
         assert truth - told == {(tier, *pair) for tier in Tier for pair in withheld.blocks(tier)}
 
     def check_fold(self) -> None:
@@ -260,7 +262,7 @@ class Muting(RuleBasedStateMachine):
         view = self.state.instance(INSTANCE)
         assert view is not None
         assert (view.trust, view.muted) == (Trust.exact, {}), view.trust_reasons
-        assert places(self.edge) == places(self.truth)
+        assert places(self.tracker) == places(self.truth)
         for tier in Tier:
             truth = digest_of(block for where, block, _ in places(self.truth) if where is tier)
             assert view.digests.get(tier, (0, 0)) == truth
@@ -272,7 +274,7 @@ class Muting(RuleBasedStateMachine):
             self.store("sent", 1, node, 4, Tier.hbm)
         self.keep_budgets("first lost", 0.0)
         self.store("sent", 1, 3, 4, Tier.hbm)
-        assert self.edge.counters.withheld_blocks > 0
+        assert self.tracker.counters.withheld_blocks > 0
 
 
 class MutingFor100(Muting):

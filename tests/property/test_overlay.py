@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvatlas.router.overlay import Life, Overlay
+from kvatlas.router.decision.predictions import Life, PredictedBlocks
 from kvatlas.schemas.ids import InstanceId
 
 LIFE_SECONDS = 3.0
@@ -29,7 +29,7 @@ CHAINS = st.lists(
 class OverlayMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.overlay, self.now, self.count = Overlay(LIFE_SECONDS), 0.0, 0
+        self.overlay, self.now, self.count = PredictedBlocks(LIFE_SECONDS), 0.0, 0
         self.entries: dict[str, tuple[Life, bytes, float]] = {}
 
     @rule(life=st.sampled_from(LIVES), chain=CHAINS)
@@ -61,7 +61,7 @@ class OverlayMachine(RuleBasedStateMachine):
             ):
                 shared += 16
             expected[life] = max(expected.get(life, 0), shared // 16)
-        found = self.overlay.beyond(chain, {}, self.now)
+        found = self.overlay.predicted_beyond(chain, {}, self.now)
         for life, blocks in expected.items():
             # of entries that share the deepest mark any may be taken: a fifth may be missed
             assert found.get(life, 0) <= blocks

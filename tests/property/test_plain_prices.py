@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router import pricing
-from kvatlas.router.pricing import price_all
+from kvatlas.router.decision import pricing
+from kvatlas.router.decision.pricing import price_all
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.routing import Candidate, Question
 from kvatlas.schemas.settings import RouterSettings

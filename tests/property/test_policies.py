@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvatlas.router.plans import MAX_PULL_STEPS, plan_for
-from kvatlas.router.policies import POLICIES, policy_named
-from kvatlas.router.pricing import price_all
+from kvatlas.router.decision.plans import MAX_PULL_STEPS, plan_for
+from kvatlas.router.decision.policies import POLICIES, policy_named
+from kvatlas.router.decision.pricing import price_all
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.routing import Candidate, Question
 from kvatlas.schemas.settings import RouterSettings

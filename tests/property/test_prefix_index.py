@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.indexer import Match, ReferenceIndex, TreeNode
-from kvatlas.indexer.tree import radix_view
+from kvatlas.indexer.index.tree import radix_view
 from kvatlas.schemas.ids import Tier
 from testkit.indexes import tiny_index
 

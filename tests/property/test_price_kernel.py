@@ -8,18 +8,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvatlas.indexer import kernel
-from kvatlas.router import price_kernel as k
-from kvatlas.router.plans import AskedPeers, plan_for
-from kvatlas.router.policies import POLICIES, picker, policy_named
-from kvatlas.router.pricing import TERMS, Price
-from kvatlas.router.scores import scores_of
-from kvatlas.router.slate import Slate
+from kvatlas.indexer.index import kernel
+from kvatlas.router.decision import price_kernel as k
+from kvatlas.router.decision.candidate_table import CandidateTable
+from kvatlas.router.decision.plans import QuestionPeers, plan_for
+from kvatlas.router.decision.policies import POLICIES, picker, policy_named
+from kvatlas.router.decision.pricing import TERMS, Price
+from kvatlas.router.decision.scores import scores_of
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.routing import Candidate, CandidateScore, Question
 from kvatlas.schemas.settings import RouterSettings
-from testkit.slates import a_slate
+from testkit.candidate_tables import a_candidate_table
 
 kernel.warm()
 
@@ -83,36 +83,39 @@ def test_columns_and_objects_get_equal_choices_costs_and_plans(
     question: Question, chosen_settings: RouterSettings, name: str
 ) -> None:
     policy = policy_named(name, chosen_settings)
-    choice, slate = policy.choose(question), a_slate(question)
-    assert slate.question == question
-    assert picker(policy)(slate) == (choice.chosen, choice.reason)
-    assert [slate.price_of(line) for line in range(len(slate))] == choice.prices
+    choice, candidate_table = policy.choose(question), a_candidate_table(question)
+    assert candidate_table.question == question
+    assert picker(policy)(candidate_table) == (choice.chosen, choice.reason)
+    assert [candidate_table.price_of(line) for line in range(len(candidate_table))] == choice.prices
     for chosen, price in enumerate(choice.prices):
         plan = plan_for(question, chosen, price, chosen_settings)
-        assert plan_for(slate, chosen, price, chosen_settings) == plan
+        assert plan_for(candidate_table, chosen, price, chosen_settings) == plan
     tokens = [sum(c.held) * c.block_tokens for c in question.candidates]
-    assert slate.longest == tokens.index(max(tokens))
-    assert slate.match_tokens(slate.longest) == max(tokens)
+    assert candidate_table.longest == tokens.index(max(tokens))
+    assert candidate_table.match_tokens(candidate_table.longest) == max(tokens)
 
 
 @given(questions(), st.sampled_from([0, 1, 4]), st.integers(0, 3))
 def test_plans_find_the_same_owners_in_either(question: Question, first: int, count: int) -> None:
-    slate, peers = priced(question), AskedPeers(question)
-    for chosen in range(len(slate)):
+    candidate_table, peers = priced(question), QuestionPeers(question)
+    for chosen in range(len(candidate_table)):
         owners = peers.owners(chosen, first)
-        assert slate.owners(chosen, first) == owners
-        assert slate.next_best(owners, count) == peers.next_best(owners, count)
+        assert candidate_table.owners(chosen, first) == owners
+        assert candidate_table.next_best(owners, count) == peers.next_best(owners, count)
         if owners:
-            assert slate.lightest(owners) == peers.lightest(owners)
+            assert candidate_table.lightest(owners) == peers.lightest(owners)
 
 
 @given(questions(), st.integers(1, 14))
 def test_the_cheapest_stand_in_order_and_equal_ones_as_they_came(
     question: Question, count: int
 ) -> None:
-    slate = priced(question)
-    costs = slate.lines[:, k.COST].tolist()
-    assert slate.cheapest(count) == sorted(range(len(slate)), key=costs.__getitem__)[:count]
+    candidate_table = priced(question)
+    costs = candidate_table.columns[:, k.COST].tolist()
+    assert (
+        candidate_table.cheapest(count)
+        == sorted(range(len(candidate_table)), key=costs.__getitem__)[:count]
+    )
 
 
 @pytest.mark.parametrize("count", [1, k.FEW, k.FEW + 1, 2_000])
@@ -125,15 +128,15 @@ def test_the_cheapest_of_many(count: int) -> None:
 
 @given(questions(), st.integers(2, 14))
 def test_what_is_recorded_is_the_cheapest_and_the_chosen(question: Question, limit: int) -> None:
-    slate = priced(question)
-    chosen = len(slate) - 1
-    late, is_complete = slate.recorded(chosen, limit)
+    candidate_table = priced(question)
+    chosen = len(candidate_table) - 1
+    late, is_complete = candidate_table.recorded(chosen, limit)
     kept = late()
-    assert is_complete == (len(slate) <= limit)
+    assert is_complete == (len(candidate_table) <= limit)
     if is_complete:
         assert kept == question
         return
-    lines = sorted({*slate.cheapest(limit - 1), chosen})
+    lines = sorted({*candidate_table.cheapest(limit - 1), chosen})
     assert kept.candidates == tuple(question.candidates[line] for line in lines)
     assert (kept.prompt_tokens, kept.turn, kept.seed) == (
         question.prompt_tokens,
@@ -153,25 +156,32 @@ def test_the_mean_work_is_that_of_an_exact_sum(work: list[float]) -> None:
 
 @given(questions(), st.integers(0, 11))
 def test_the_lightest_of_equal_costs_is_that_of_objects(question: Question, of: int) -> None:
-    slate = priced(question)
-    of %= len(slate)
-    slate.lines[::2, k.COST] = slate.lines[of, k.COST]  # equal ones are rare otherwise
-    costs = slate.lines[:, k.COST].tolist()
+    candidate_table = priced(question)
+    of %= len(candidate_table)
+    candidate_table.columns[::2, k.COST] = candidate_table.columns[
+        of, k.COST
+    ]  # equal ones are rare otherwise
+    costs = candidate_table.columns[:, k.COST].tolist()
     alike = [line for line, cost in enumerate(costs) if cost == costs[of]]
-    assert slate.lightest_alike(of, len(alike)) == AskedPeers(question).lightest(alike)
+    assert candidate_table.least_loaded_of_cheapest(of, len(alike)) == QuestionPeers(
+        question
+    ).lightest(alike)
 
 
 @given(questions(), SETTINGS, st.permutations(range(12)))
 def test_scores_are_what_objects_say(
     question: Question, chosen_settings: RouterSettings, order: list[int]
 ) -> None:
-    policy, slate = policy_named("predicted_ttft", chosen_settings), a_slate(question)
+    policy, candidate_table = (
+        policy_named("predicted_ttft", chosen_settings),
+        a_candidate_table(question),
+    )
     prices = policy.choose(question).prices
-    picker(policy)(slate)
-    lines = [line for line in order if line < len(slate)]
+    picker(policy)(candidate_table)
+    lines = [line for line in order if line < len(candidate_table)]
     scores = [a_score(question.candidates[line], prices[line]) for line in lines]
     # as JSON, in which the order of names shows
-    assert msgspec.json.encode(scores_of(slate, lines)) == msgspec.json.encode(scores)
+    assert msgspec.json.encode(scores_of(candidate_table, lines)) == msgspec.json.encode(scores)
 
 
 def a_score(candidate: Candidate, price: Price) -> CandidateScore:
@@ -194,7 +204,7 @@ def a_score(candidate: Candidate, price: Price) -> CandidateScore:
     )
 
 
-def priced(question: Question) -> Slate:
-    slate = a_slate(question)
-    picker(policy_named("predicted_ttft", RouterSettings()))(slate)
-    return slate
+def priced(question: Question) -> CandidateTable:
+    candidate_table = a_candidate_table(question)
+    picker(policy_named("predicted_ttft", RouterSettings()))(candidate_table)
+    return candidate_table

@@ -4,8 +4,7 @@ blocks that were verified are held."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.worker_hooks.pull_state import PullState
-from kvatlas.worker_hooks.pull_words import (
+from kvatlas.worker_hooks.transfer.pull_protocol import (
     BatchId,
     BlocksArrived,
     BlocksChecked,
@@ -26,6 +25,7 @@ from kvatlas.worker_hooks.pull_words import (
     Stimulus,
     TimePassed,
 )
+from kvatlas.worker_hooks.transfer.pull_state import PullState
 from testkit.blocks import a_chain
 
 MS = 1_000_000

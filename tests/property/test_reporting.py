@@ -12,12 +12,12 @@ from kvatlas.schemas.fleet import WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import WorkerUp
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import RawStored
-from kvatlas.worker_hooks.reporter import Reporter
-from kvatlas.worker_hooks.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.outbox import Outbox
+from kvatlas.worker_hooks.reporting.reporter import Reporter
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter
 from testkit.engine_words import DESCRIPTOR, MODEL, tokens_of
 from testkit.fold import Fold
 
@@ -58,9 +58,9 @@ class Reporting(RuleBasedStateMachine):
 
     def start_sidecar(self) -> None:
         up = WorkerUp(WorkerInfo("", (MODEL,), DESCRIPTOR))
-        self.edge = Edge(MODEL, DESCRIPTOR)
+        self.tracker = EngineStateTracker(MODEL, DESCRIPTOR)
         self.outbox = Outbox(INSTANCE, up, max_bytes=2000, coalesce_bytes=300)
-        self.reporter = Reporter(self.edge, self.outbox)
+        self.reporter = Reporter(self.tracker, self.outbox)
         self.reader.want_listing()
 
     def listing(self) -> Iterator[RawStored]:
@@ -137,7 +137,7 @@ class Reporting(RuleBasedStateMachine):
     @rule()
     def publish_one(self) -> None:
         self.now += 1
-        batch = self.outbox.take(self.now, 0)
+        batch = self.outbox.next_batch(self.now, 0)
         if batch is not None:
             self.fold.take(batch)
         elif self.outbox.is_lost and self.outbox.is_empty:
@@ -146,7 +146,7 @@ class Reporting(RuleBasedStateMachine):
     @rule()
     def refuse_one(self) -> None:
         self.now += 1
-        batch = self.outbox.take(self.now, 0)
+        batch = self.outbox.next_batch(self.now, 0)
         if batch is not None and batch.seq > 1:
             self.outbox.lose(batch.seq)
         elif batch is not None:
@@ -182,7 +182,7 @@ class Reporting(RuleBasedStateMachine):
         assert self.fold.is_whole
         assert self.fold.num_digests > 0
         for tier in Tier:
-            held = {block for block, _ in self.edge.residency.blocks(tier)}
+            held = {block for block, _ in self.tracker.residency.blocks(tier)}
             assert self.fold.held[tier] == held
             if self.lists:
                 truth = {self.hashes[block] for block in self.tiers.get(tier, ())}
@@ -192,7 +192,7 @@ class Reporting(RuleBasedStateMachine):
     def nothing_grows_without_bound(self) -> None:
         if hasattr(self, "hook"):
             assert self.outbox.waiting_bytes <= 2000 + 400
-            assert self.edge.num_blocks <= len(self.parents)
+            assert self.tracker.num_blocks <= len(self.parents)
 
 
 TestReporting = Reporting.TestCase

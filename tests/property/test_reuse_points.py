@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.events.codec import DecodedBatch
-from kvatlas.indexer.flat import FlatRadixIndex
-from kvatlas.indexer.reference import ReferenceIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import BatchArrived
+from kvatlas.indexer.index.flat import FlatRadixIndex
+from kvatlas.indexer.index.reference import ReferenceIndex
 from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.kv_events import BlockStored, KvEvent
 from testkit.builders import ROOT, a_batch, hashes, stored, up

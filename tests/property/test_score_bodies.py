@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.indexer import kernel, prompt_kernel
-from kvatlas.router import bodies
-from kvatlas.router.requests import ScoreRequest, decode_score_request
+from kvatlas.indexer import prompt_kernel
+from kvatlas.indexer.index import kernel
+from kvatlas.router.decision.requests import ScoreRequest
+from kvatlas.router.http.bodies import bodies
+from kvatlas.router.http.bodies.decoding import decode_score_request
 from kvatlas.schemas.errors import InvalidRequest
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, HashAlgorithm

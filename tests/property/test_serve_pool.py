@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.worker_hooks.lease_server import SlotDirectory
-from kvatlas.worker_hooks.pool import ServePool, SlotState
-from kvatlas.worker_hooks.pool_file import default_folder
+from kvatlas.worker_hooks.transfer.lease_server import SlotDirectory
+from kvatlas.worker_hooks.transfer.pool import ServePool, SlotState
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_block, a_hash
 
 SIZE, NUM_SLOTS, NUM_BOUNCE = 64, 4, 2

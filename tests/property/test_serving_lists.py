@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kvatlas.events.bus import Message
 from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
 from kvatlas.indexer.reader import InstanceView
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
 from kvatlas.schemas.kv_events import WorkerDown
 from testkit.builders import a_batch, arrived, stored, up
 from testkit.histories import Step, histories, publish

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.events.bus import Message
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
 from kvatlas.indexer.reader import IndexReader
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
 from testkit.builders import hashes
 from testkit.histories import Step, histories, publish
 from testkit.indexes import tiny_index
@@ -26,7 +26,7 @@ def test_a_reader_answers_what_the_writer_would(history: list[Step], first: int)
         state = IndexState(tiny_index(arrays=arrays))
         publication = IndexPublication(arrays, state, state)
         reader = SharedIndexReader(Path(name))
-        publication.pulse(_pulse())
+        publication.publish_status(_pulse())
         for at, (subject, payload) in enumerate(publish(history), 1):
             message = Message(at, subject, payload, at)
             with publication:
@@ -36,7 +36,7 @@ def test_a_reader_answers_what_the_writer_would(history: list[Step], first: int)
             assert reader.holders(hashes(first)) == state.holders(hashes(first))
             assert reader.stream_sequence == state.stream_sequence
             assert _looks(reader) == _looks(state)
-        publication.pulse(_pulse())
+        publication.publish_status(_pulse())
         assert reader.instances() == state.instances()
         assert reader.stats() == state.stats()
         assert reader.state_digest() == state.state_digest()
@@ -51,5 +51,5 @@ def _looks(index: IndexReader) -> list[tuple[object, ...]]:
     return [(v.instance, v.epoch, v.info, v.trust, v.muted) for v in serving]
 
 
-def _pulse() -> Pulse:
-    return Pulse(True, True, 0, time.monotonic(), {})
+def _pulse() -> WriterStatus:
+    return WriterStatus(True, True, 0, time.monotonic(), {})

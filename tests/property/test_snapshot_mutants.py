@@ -12,24 +12,24 @@ import pytest
 import xxhash
 
 from kvatlas.indexer import FlatRadixIndex, PrefixIndex, ReferenceIndex
-from kvatlas.indexer.snapshot import InvalidSnapshot
-from kvatlas.indexer.snapshot_format import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.exporting import InvalidSnapshot
+from kvatlas.indexer.snapshots.format import (
     ALIGNMENT,
     MAGIC,
-    About,
     Anchor,
+    SnapshotInfo,
     SnapshotReader,
     framed,
 )
-from kvatlas.indexer.snapshot_loading import restore
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.snapshots.loading import restore
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
     ControlRecord,
     EventBatch,
-    NamespacesMuted,
+    NamespacesOverBudget,
     WorkerDown,
 )
 from testkit.builders import (
@@ -67,7 +67,7 @@ def a_world(make_index: Callable[[], PrefixIndex]) -> IndexState:
         a_control(worker="w5", kind="quarantined", reason="wrong"),
         a_control(worker="w6"),
         a_batch(WorkerDown("end"), worker="w7", seq=2),
-        a_batch(NamespacesMuted(ROOT, "much"), *digests(*range(1, 9)), worker="w8", seq=2),
+        a_batch(NamespacesOverBudget(ROOT, "much"), *digests(*range(1, 9)), worker="w8", seq=2),
         a_batch(up(ends_at_reuse_points=True), AllBlocksCleared(Tier.ssd), worker="w1", seq=2),
         a_batch(*digests(7), worker="w2", seq=3),
         a_control(worker="w2", kind="throttled", reason="1"),
@@ -78,9 +78,9 @@ def a_world(make_index: Callable[[], PrefixIndex]) -> IndexState:
     return state
 
 
-def about_of(state: IndexState) -> About:
+def about_of(state: IndexState) -> SnapshotInfo:
     anchor = Anchor(state.stream_sequence, 1, "0" * 32) if state.stream_sequence else None
-    return About(state.stream_sequence, anchor, state.state_digest(), 1, 1, "me")
+    return SnapshotInfo(state.stream_sequence, anchor, state.state_digest(), 1, 1, "me")
 
 
 def bytes_of(state: IndexState) -> bytes:
@@ -91,7 +91,7 @@ def why_not(state: IndexState, content: bytes) -> str:
     """Load a snapshot as a start does; return why it is of no use, empty where it was loaded."""
     reader = SnapshotReader(len(content))
     for at in range(0, len(content), 4_000):
-        if not reader.take(content[at : at + 4_000]):
+        if not reader.feed(content[at : at + 4_000]):
             break
     try:
         about, parts = reader.finish()
@@ -277,7 +277,7 @@ def test_a_size_that_is_only_claimed_takes_no_memory(claimed: int) -> None:
     reader = SnapshotReader(len(content) + claimed)
     tracemalloc.start()
     try:
-        assert reader.take(content + bytes(1_000))
+        assert reader.feed(content + bytes(1_000))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

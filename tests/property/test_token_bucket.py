@@ -5,7 +5,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.token_bucket import TokenBucket
+from kvatlas.common.token_bucket import TokenBucket
 
 SECOND = 1_000_000_000
 TICKS_PER_SECOND = 512
@@ -53,7 +53,7 @@ def test_it_answers_as_one_that_fills_tick_by_tick(
     twin = TickingBucket(tokens_per_tick, burst, tick)
     for ticks, num_tokens in steps:
         tick += ticks
-        assert bucket.take(num_tokens, tick * TICK_NS) == twin.take(num_tokens, tick)
+        assert bucket.spend(num_tokens, tick * TICK_NS) == twin.take(num_tokens, tick)
         assert bucket.tokens_left == twin.left
 
 
@@ -70,7 +70,7 @@ def test_no_span_of_time_gives_more_than_a_burst_and_the_rate(
     for ns, num_tokens in steps:
         now_ns += ns
         latest_ns = max(latest_ns, now_ns)
-        if bucket.take(num_tokens, now_ns):
+        if bucket.spend(num_tokens, now_ns):
             given_out.append((latest_ns, Fraction(num_tokens)))
         assert 0 <= bucket.tokens_left <= burst
         assert bucket.filled_at_ns == latest_ns
@@ -92,5 +92,5 @@ def test_a_clock_that_steps_back_is_worth_one_that_stands_still(
     for ns, num_tokens in steps:
         now_ns += ns
         latest_ns = max(latest_ns, now_ns)
-        assert stepping.take(num_tokens, now_ns) == standing.take(num_tokens, latest_ns)
+        assert stepping.spend(num_tokens, now_ns) == standing.spend(num_tokens, latest_ns)
     assert stepping == standing

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from kvatlas.events.archive import EventRecord, Hole
-from kvatlas.events.archiver import Archiver, ArchiverSettings
+from kvatlas.events.archive.archiver import Archiver, ArchiverSettings
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.archive.port import EventRecord, Hole
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
 from kvatlas.schemas.conditions import ARCHIVE_NOT_WRITTEN, Conditions
 from kvatlas.schemas.errors import ArchiveMismatch, ArchiveUnavailable, StreamRefused

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.backoff import Backoff
+from kvatlas.common.backoff import Backoff
 
 
 class TestBackoff:

@@ -31,7 +31,7 @@ from kvatlas.worker_hooks.bridge.stimuli import FrameArrived, ReplayEnded, Repla
 from kvatlas.worker_hooks.bridge.turnover import Turnover
 from kvatlas.worker_hooks.bridge.zmq_source import offset_port
 from kvatlas.worker_hooks.engines.registry import adapter_of
-from kvatlas.worker_hooks.zmq_binding import bind
+from kvatlas.worker_hooks.recordings.zmq_binding import bind
 from testkit.ports import kept_ports
 from testkit.waiting import until
 from testkit.zmq_engine import Blocks, Event
@@ -197,7 +197,7 @@ def test_values_as_deep_as_the_stack_cost_their_batch_only() -> None:
 
 def test_beginnings_with_another_hash_contradict_but_for_adapters() -> None:
     read, known = PayloadReader(adapter_of("vllm")), FirstBlocks()
-    known.take(read(batch(Blocks().told(1, 2))))
+    known.observe(read(batch(Blocks().told(1, 2))))
     assert not known.contradict(read(batch(Blocks().told(1, 3))))
     assert known.contradict(read(batch(Blocks(seed=1).told(1))))
     assert not known.contradict(read(batch(Blocks(seed=1).told(1) | {"lora_name": "x"})))
@@ -216,15 +216,15 @@ def test_marks_forget_what_is_long_ago() -> None:
 def test_turnover_needs_the_engines_size_and_counts_from_the_last_doubt() -> None:
     unknown = Turnover(None)
     unknown.begin()
-    unknown.take(Observed(1000))
+    unknown.observe(Observed(1000))
     assert not unknown.is_complete
     turnover = Turnover(10)
     turnover.begin()
-    turnover.take(Observed(9))
+    turnover.observe(Observed(9))
     turnover.begin()
     complete = []
     for observed in (Observed(9, 8), Observed(1)):
-        turnover.take(observed)
+        turnover.observe(observed)
         complete.append(turnover.is_complete)
     turnover.end()
     assert [*complete, turnover.is_complete] == [False, True, False]

@@ -9,16 +9,16 @@ import httpx
 import pytest
 
 import kvatlas
-from kvatlas.events.broker_clock import BrokerClock
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
-from kvatlas.events.nats_quorum import _nanoseconds
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
+from kvatlas.events.nats.broker_clock import BrokerClock
+from kvatlas.events.nats.quorum import _nanoseconds
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.router.http.app import create_app
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.settings import RouterSettings
 from testkit.builders import a_batch, stored, subject_of, up
@@ -81,7 +81,7 @@ async def bus(request: pytest.FixtureRequest) -> AsyncIterator[MemoryBus]:
 
 
 async def test_a_broker_with_another_clock_makes_no_event_older_or_younger(bus: MemoryBus) -> None:
-    state, settings = IndexState(ReferenceIndex()), ServiceSettings(poll_seconds=0.01)
+    state, settings = IndexState(ReferenceIndex()), IndexServiceLimits(poll_seconds=0.01)
     async with IndexService(bus, state, settings=settings) as service:
         await service.wait_ready()
         batch, publisher = a_batch(up(), stored(1)), bus.publisher(KV_EVENTS)
@@ -102,18 +102,18 @@ async def test_a_broker_with_another_clock_makes_no_event_older_or_younger(bus: 
 WALL_CLOCKS = {
     "events/folder_objects.py",  # files of this host
     "events/leases.py",  # within a day of the broker's (ADR-0021)
-    "events/memory_bus.py",  # is the broker
-    "events/memory_keys.py",
-    "events/nats_objects.py",
-    "events/replay.py",  # what a person means by 14:00
-    "indexer/service.py",
-    "quarantine_command.py",
-    "reference_http.py",
-    "reference_worker.py",
+    "events/memory/bus.py",  # is the broker
+    "events/memory/keys.py",
+    "events/nats/objects.py",
+    "events/archive/replay.py",  # what a person means by 14:00
+    "indexer/service/index_service.py",
+    "cli/quarantine.py",
+    "reference/http.py",
+    "reference/worker.py",
     "router/service.py",
-    "worker_hooks/captures.py",
-    "worker_hooks/sidecar_service.py",  # epochs, which rise whatever the clock says
-    "worker_hooks/transfer/nixl_process.py",
+    "worker_hooks/recordings/captures.py",
+    "worker_hooks/sidecar/service.py",  # epochs, which rise whatever the clock says
+    "worker_hooks/transfer/nixl/process.py",
     "worker_hooks/vllm_plugin/plugin.py",
 }
 
@@ -128,4 +128,4 @@ def test_wall_clocks_are_read_where_no_other_hosts_time_is_near() -> None:
         if reads.search(file.read_text())
     }
     assert found <= WALL_CLOCKS, "is the time of another host compared with it?"
-    assert "Date" not in (sources / "router" / "page.html").read_text()
+    assert "Date" not in (sources / "router" / "http" / "page.html").read_text()

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvatlas.indexer.reader import Roll
-from kvatlas.router import candidates as candidates_module
-from kvatlas.router import served_models
-from kvatlas.router.candidates import line_up
-from kvatlas.router.lineup import Lineup
-from kvatlas.router.requests import HashedPrompt, Report, ScoreRequest
+from kvatlas.indexer.reader import InstanceSelection
+from kvatlas.router.decision import candidates as candidates_module
+from kvatlas.router.decision import served_models
+from kvatlas.router.decision.candidate_set import CandidateSet
+from kvatlas.router.decision.candidates import candidate_set_of
+from kvatlas.router.decision.requests import HashedPrompt, Report, ScoreRequest
 from kvatlas.schemas.errors import InvalidRequest, NoCandidate, PromptTooLarge, UnknownModel
-from kvatlas.schemas.fleet import NamespaceDescriptor, Role
+from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerRole
 from kvatlas.schemas.hashing import BlockHasher, Extra, HashAlgorithm
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.routing import CandidateScore
@@ -152,8 +152,8 @@ def test_an_index_that_changes_between_who_and_how_much_is_asked_again(
     fleet.up("w2")
     router, held, leaving = fleet.router(), fleet.state.held, ["w1"]
 
-    def changing(chain: bytes, roll: Roll) -> NDArray[np.uint32]:
-        found = held(chain, roll)
+    def changing(chain: bytes, selection: InstanceSelection) -> NDArray[np.uint32]:
+        found = held(chain, selection)
         if leaving:
             fleet.down(leaving.pop())
         return found
@@ -172,9 +172,9 @@ def test_a_prompt_is_hashed_once_for_each_group(
     asked: list[bytes] = []
     held = fleet.state.held
 
-    def watched(chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+    def watched(chain: bytes, selection: InstanceSelection) -> NDArray[np.uint32]:
         asked.append(chain)
-        return held(chain, roll)
+        return held(chain, selection)
 
     monkeypatch.setattr(fleet.state, "held", watched)
     router.score(a_request(a_prompt(64)))
@@ -186,12 +186,12 @@ def test_as_many_models_as_are_kept_stay_kept_when_one_changes(
 ) -> None:
     made: list[str] = []
 
-    def counted(serving: Any, model: str, lora: str | None) -> Lineup:
+    def counted(serving: Any, model: str, lora: str | None) -> CandidateSet:
         made.append(model)
-        return line_up(serving, model, lora)
+        return candidate_set_of(serving, model, lora)
 
     monkeypatch.setattr(candidates_module, "MAX_CACHED_MODELS", 2)
-    monkeypatch.setattr(candidates_module, "line_up", counted)
+    monkeypatch.setattr(candidates_module, "candidate_set_of", counted)
     fleet.up("w1", model="a")
     fleet.up("w2", model="b")
     router, prompt = fleet.router(), a_prompt(64)
@@ -491,7 +491,7 @@ class TestWhoIsACandidate:
         assert matches(answer.candidates) == {"w2/0": 0}
 
     def test_a_worker_that_only_decodes_is_none(self, fleet: Fleet) -> None:
-        fleet.up("w1", role=Role.decode)
+        fleet.up("w1", role=WorkerRole.decode)
         with pytest.raises(NoCandidate, match="all of its workers only decode"):
             fleet.router().score(a_request(a_prompt(4)))
 
@@ -512,7 +512,7 @@ class TestWhoIsACandidate:
 
 class TestKvClasses:
     def kv_classes(self, fleet: Fleet) -> tuple[int, ...]:
-        return line_up(fleet.state.serving(MODEL), MODEL, None).kv_class_of
+        return candidate_set_of(fleet.state.serving(MODEL), MODEL, None).kv_class_of
 
     def test_equal_fingerprints_exchange_kv(self, fleet: Fleet) -> None:
         fleet.up("w1")

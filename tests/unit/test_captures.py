@@ -8,8 +8,14 @@ import msgspec
 import pytest
 
 from kvatlas.schemas.errors import CaptureUnreadable
-from kvatlas.worker_hooks.captures import CaptureFile, Frame, read_capture, write_jsonl, write_kvcap
-from kvatlas.worker_hooks.redaction import UNREADABLE, Redactor
+from kvatlas.worker_hooks.recordings.captures import (
+    CaptureFile,
+    Frame,
+    read_capture,
+    write_jsonl,
+    write_kvcap,
+)
+from kvatlas.worker_hooks.recordings.redaction import UNREADABLE, Redactor
 
 BATCH: list[Any] = [1.5, [["BlockStored", [5, 2**64 - 1], None, [1, 2, 3, 4], 2, None]], 0]
 PACKED = msgspec.msgpack.encode(BATCH)

@@ -7,10 +7,9 @@ import pytest
 
 from kvatlas.schemas.errors import SidecarUnavailable
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.worker_hooks.channel import (
+from kvatlas.worker_hooks.sidecar.channel import (
     MAX_FRAME_BYTES,
     Answer,
-    AskStatus,
     ChannelServer,
     Flush,
     Flushed,
@@ -18,7 +17,8 @@ from kvatlas.worker_hooks.channel import (
     PullEnded,
     Question,
     SidecarChannel,
-    Status,
+    SidecarStatus,
+    StatusRequest,
 )
 
 
@@ -33,8 +33,8 @@ class PlayedSidecar:
     async def answer(self, question: Question) -> Answer:
         self.asked.append(question)
         match question:
-            case AskStatus(id):
-                return Status(id, 1, 2, True, 3, 4, "nixl", {"epochs": 1})
+            case StatusRequest(id):
+                return SidecarStatus(id, 1, 2, True, 3, 4, "nixl", {"epochs": 1})
             case Flush(id):
                 await self.may_answer.wait()
                 return Flushed(id, 5, 6)

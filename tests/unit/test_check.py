@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.check import CheckReport, check_archive, check_json, check_lines
-from kvatlas.commands import run_command
-from kvatlas.events.archive import BatchKey, DecisionRecord, EventRecord, Hole
+from kvatlas.cli.commands import run_command
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.archive.port import BatchKey, DecisionRecord, EventRecord, Hole
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.bus import Message
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.hindsight.check import CheckReport, check_archive, check_json, check_lines
 from kvatlas.indexer import ReferenceIndex
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.fleet import Trust
@@ -20,9 +20,9 @@ from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import (
     ControlRecord,
     Digest,
-    Doubted,
     EventBatch,
     Resync,
+    SourceDegraded,
 )
 from kvatlas.schemas.routing import (
     DECISION_VERSION,
@@ -284,7 +284,11 @@ def test_blocks_that_differ_in_equal_number_are_told() -> None:
 
 
 def test_who_is_in_doubt_may_differ() -> None:
-    log = [*LOG, a_batch(Doubted("missed something"), digest(1), seq=4), a_batch(digest(2), seq=5)]
+    log = [
+        *LOG,
+        a_batch(SourceDegraded("missed something"), digest(1), seq=4),
+        a_batch(digest(2), seq=5),
+    ]
     report = check(an_archive(log))
     assert report.num_contradictions == 0
     assert (report.checks[2].num_checked, report.checks[2].num_skipped) == (1, 2)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from kvatlas.children import (
+from kvatlas.common.child_processes import (
     ChildHealth,
     ChildLimits,
     Supervisor,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvatlas.events.codec import MAX_BATCH_BYTES, DecodedBatch, decode, decode_control, encode
 from kvatlas.schemas.errors import BatchTooLarge, MalformedBatch, UnsupportedVersion
-from kvatlas.schemas.fleet import NamespaceDescriptor, Role, TierCapacity, WorkerInfo
+from kvatlas.schemas.fleet import NamespaceDescriptor, TierCapacity, WorkerInfo, WorkerRole
 from kvatlas.schemas.hashing import HashAlgorithm
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import (
@@ -23,13 +23,13 @@ from kvatlas.schemas.kv_events import (
     BlockStored,
     ControlRecord,
     Digest,
-    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
     NamespaceSeen,
-    NamespacesMuted,
+    NamespacesOverBudget,
     Resync,
+    SourceDegraded,
     WorkerDown,
     WorkerUp,
 )
@@ -47,7 +47,7 @@ INFO = WorkerInfo(
     tiers=(TierCapacity(Tier.hbm, 1000), TierCapacity(Tier.dram, 5000)),
     adapters={"sql": "llama"},
     groups=(0, 1),
-    role=Role.decode,
+    role=WorkerRole.decode,
     sidecar="10.0.0.7:9000",
     versions={"vllm": "0.32.0"},
     ends_at_reuse_points=True,
@@ -74,9 +74,9 @@ EVENTS: dict[str, KvEvent] = {
         ROOT, "llama", 16, HashAlgorithm.xxh3_128, lookahead_tokens=1
     ),
     "resync": Resync(4, 9),
-    "doubted": Doubted("the engine told more than it keeps"),
-    "muted": NamespacesMuted(hashes(3, 4), "more than 50000 blocks/s"),
-    "muted no longer": NamespacesMuted(b""),
+    "doubted": SourceDegraded("the engine told more than it keeps"),
+    "muted": NamespacesOverBudget(hashes(3, 4), "more than 50000 blocks/s"),
+    "muted no longer": NamespacesOverBudget(b""),
     "inventory": Inventory(12, 1, 2, Tier.other, ROOT, hashes(1, 2, 3)),
     "digest": Digest(Tier.hbm, 3, 2**64 - 1),
 }

@@ -10,8 +10,8 @@ import pytest
 
 from kvatlas import __version__
 from kvatlas.__main__ import main
-from kvatlas.command_line import EXTRAS, extra_of
-from kvatlas.router.policies import POLICIES
+from kvatlas.cli.options import EXTRAS, extra_of
+from kvatlas.router.decision.policies import POLICIES
 from kvatlas.schemas.settings import (
     Settings,
     kind_and_bounds,
@@ -40,7 +40,7 @@ SHARED = "setting indexer.kernel from reference: only `flat` can be shared"
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KVATLAS_NATS__URL", raising=False)
-    monkeypatch.setattr("kvatlas.commands.write_log_lines", lambda _: None)
+    monkeypatch.setattr("kvatlas.cli.commands.write_log_lines", lambda _: None)
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("{}")
 

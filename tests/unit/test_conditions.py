@@ -5,9 +5,9 @@ import logging
 import httpx
 import pytest
 
-from kvatlas.face import Wait
-from kvatlas.router.app import create_app
-from kvatlas.router.waiting import WaitingApp
+from kvatlas.router.http.app import create_app
+from kvatlas.router.http.startup import StartupApp
+from kvatlas.runtime.health_server import StartupProgress
 from kvatlas.schemas.conditions import ConditionChange, Conditions, log_changes
 from testkit.fleet import Fleet
 
@@ -98,7 +98,7 @@ async def test_a_blocking_condition_makes_a_router_not_ready() -> None:
 
 async def test_a_process_that_waits_gives_the_reason() -> None:
     conditions = Conditions()
-    async with client_of(WaitingApp(Wait(lambda: 0.0, conditions), "random")) as client:
+    async with client_of(StartupApp(StartupProgress(lambda: 0.0, conditions), "random")) as client:
         conditions.begin("stream_not_declared", "KV_EVENTS does not fit: lower log.max_bytes")
         answer = await client.get("/readyz")
         assert answer.status_code == 503

@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.worker_hooks.connector.layers import LayerMemory
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool import ServePool
 
 torch = pytest.importorskip("torch", reason="tensors need torch")
 

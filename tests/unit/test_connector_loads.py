@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.worker_hooks.channel import Answer, ChannelServer, PullBlocks, PullEnded, Question
-from kvatlas.worker_hooks.connector.loads import Loads, Outcomes
-from kvatlas.worker_hooks.connector.orders import Load, Run
+from kvatlas.worker_hooks.connector.loads import BlockLoader, LoadOutcomes
+from kvatlas.worker_hooks.connector.orders import BlockLoad, BlockRun
 from kvatlas.worker_hooks.connector.slots import PoolSlots
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.sidecar.channel import (
+    Answer,
+    ChannelServer,
+    PullBlocks,
+    PullEnded,
+    Question,
+)
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from testkit.waiting import until
 
 X, Y = (bytes([n]) * 16 for n in (1, 2))
-LOAD = Load("r", (10, 11), (X, Y), (Run(0, 2, (InstanceId("a", 0),)),))
+LOAD = BlockLoad("r", (10, 11), (X, Y), (BlockRun(0, 2, (InstanceId("a", 0),)),))
 
 
 @pytest.mark.parametrize("behaviour", ["held", "missing", "closes", "gone", "own"])
@@ -41,7 +47,7 @@ async def test_a_load_always_ends(tmp_path: Path, behaviour: str) -> None:
             slots.save(X, bytes(64))
             slots.save(Y, bytes(64))
         async with ChannelServer(tmp_path / "other" if behaviour == "gone" else path, answer):
-            loads = Loads(str(path), slots, lambda block, slot: filled.append(block), 0.2)
+            loads = BlockLoader(str(path), slots, lambda block, slot: filled.append(block), 0.2)
             try:
                 loads.start(LOAD)
 
@@ -65,13 +71,13 @@ async def test_a_load_always_ends(tmp_path: Path, behaviour: str) -> None:
 class LoadsUnderTest:
     """Loads over a pool, beside a sidecar that brings whatever is asked for."""
 
-    def __init__(self, loads: Loads, slots: PoolSlots) -> None:
+    def __init__(self, loads: BlockLoader, slots: PoolSlots) -> None:
         self.loads, self.slots = loads, slots
         self.filled: list[int] = []
         #: how many blocks each pull asked for
         self.asked: list[int] = []
 
-    async def ended(self, *requests: str) -> tuple[set[int], Outcomes]:
+    async def ended(self, *requests: str) -> tuple[set[int], LoadOutcomes]:
         """Return the blocks that failed, and what became of all, when these requests have ended."""
         finished: set[str] = set()
 
@@ -96,7 +102,7 @@ async def loads_over(
     with ServePool.create("p", num_slots, 64, folder=folder) as pool:
         slots = PoolSlots(pool)
         async with ChannelServer(folder / "s", answer):
-            loads = Loads(str(folder / "s"), slots, fill, deadline_seconds)
+            loads = BlockLoader(str(folder / "s"), slots, fill, deadline_seconds)
             one = LoadsUnderTest(loads, slots)
             try:
                 yield one
@@ -117,7 +123,7 @@ async def test_a_load_waits_for_room_while_peers_read_the_pool(tmp_path: Path) -
     async with loads_over(tmp_path, 2, deadline_seconds=30.0) as one:
         read = leased(one.slots, bytes(16), bytes([9]) * 16)
         one.loads.start(LOAD)
-        one.loads.start(Load("other", (20,), (bytes([7]) * 16,), (Run(0, 1, ()),)))
+        one.loads.start(BlockLoad("other", (20,), (bytes([7]) * 16,), (BlockRun(0, 1, ()),)))
         with pytest.raises(TimeoutError):
             await until(lambda: bool(one.asked), 0.2)
         assert one.slots.pool.set_leases(dict.fromkeys(read, 0))
@@ -140,7 +146,7 @@ async def test_a_load_waits_for_room_no_longer_than_its_deadline(tmp_path: Path)
 async def test_a_load_that_the_pool_cannot_hold_at_once_comes_in_pieces(tmp_path: Path) -> None:
     hashes = tuple(bytes([n]) * 16 for n in range(1, 6))
     async with loads_over(tmp_path, 2, deadline_seconds=30.0) as one:
-        one.loads.start(Load("r", tuple(range(10, 15)), hashes, (Run(0, 5, ()),)))
+        one.loads.start(BlockLoad("r", tuple(range(10, 15)), hashes, (BlockRun(0, 5, ()),)))
         failed, outcomes = await one.ended("r")
         assert failed == set()
         assert outcomes.blocks["held"] == 5

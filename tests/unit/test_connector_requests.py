@@ -9,7 +9,7 @@ from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan, PullStep
-from kvatlas.worker_hooks.connector.orders import Run, Save
+from kvatlas.worker_hooks.connector.orders import BlockRun, BlockSave
 from kvatlas.worker_hooks.connector.requests import RequestBlocks, plan_in
 
 BLOCK_TOKENS = 4
@@ -78,7 +78,7 @@ def test_a_hole_is_asked_of_everybody_in_the_plans_order() -> None:
     assert load.block_ids == (11, 12, 13, 14)
     assert list(load.hashes) == chain(TOKENS)[1:5]
     # the hole has the same owners in the same order as the blocks before it: one run
-    assert load.runs == (Run(0, 2, (A, C, B)), Run(2, 2, (B, A, C)))
+    assert load.runs == (BlockRun(0, 2, (A, C, B)), BlockRun(2, 2, (B, A, C)))
 
 
 def test_a_load_is_cut_to_the_room() -> None:
@@ -86,13 +86,13 @@ def test_a_load_is_cut_to_the_room() -> None:
     blocks.wanted_blocks(0, TOKENS)
     blocks.block_ids = [7, 8]
     load = blocks.load(2)
-    assert (load.block_ids, load.runs) == ((7, 8), (Run(0, 2, (A,)),))
+    assert (load.block_ids, load.runs) == ((7, 8), (BlockRun(0, 2, (A,)),))
 
 
 def test_completed_blocks_are_told_once_within_a_budget() -> None:
     blocks = RequestBlocks("r", HASHER, None)
     blocks.block_ids, names = [5, 6, 7], chain(TOKENS)
     assert blocks.completed(TOKENS[:3], 9) == []
-    assert blocks.completed(TOKENS, 2) == [Save(5, names[0]), Save(6, names[1])]
-    assert blocks.completed(TOKENS, 2) == [Save(7, names[2])]
+    assert blocks.completed(TOKENS, 2) == [BlockSave(5, names[0]), BlockSave(6, names[1])]
+    assert blocks.completed(TOKENS, 2) == [BlockSave(7, names[2])]
     assert blocks.completed(TOKENS, 2) == []

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvatlas.worker_hooks.connector.loads import Outcomes
-from kvatlas.worker_hooks.connector.orders import Beside, Load, Orders
+from kvatlas.worker_hooks.connector.loads import LoadOutcomes
+from kvatlas.worker_hooks.connector.orders import BlockLoad, Orders, SidecarAddress
 
 CONNECTOR = "kvatlas.worker_hooks.vllm_connector"
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -58,8 +58,8 @@ class EndedLoads:
     def failed(self) -> set[int]:
         return {2} if self.is_closed else set()
 
-    def outcomes(self) -> Outcomes:
-        return Outcomes(int(self.is_closed))
+    def outcomes(self) -> LoadOutcomes:
+        return LoadOutcomes(int(self.is_closed))
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def test_a_load_that_was_under_way_is_reported_as_failed(connector: Any) -> None
 def test_a_load_that_comes_meanwhile_is_computed(connector: Any) -> None:
     connector.unregister_kv_caches()
     orders = Orders()
-    orders.beside = Beside("", "", 1)
-    orders.loads.append(Load("r2", (1,), (b"h" * 16,), ()))
+    orders.beside = SidecarAddress("", "", 1)
+    orders.loads.append(BlockLoad("r2", (1,), (b"h" * 16,), ()))
     connector.metadata = sys.modules[CONNECTOR].OrdersMetadata(orders)
     connector.start_load_kv(None)
     assert connector.get_block_ids_with_load_errors() == {1}

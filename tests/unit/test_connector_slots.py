@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.worker_hooks.connector.slots import PoolSlots
-from kvatlas.worker_hooks.pool import ServePool, SlotState
+from kvatlas.worker_hooks.transfer.pool import ServePool, SlotState
 
 SIZE = 64
 X, Y, Z = (bytes([n]) * 16 for n in (1, 2, 3))
@@ -29,7 +29,7 @@ def lease(slots: PoolSlots, block: bytes) -> None:
 def test_a_block_is_saved_once(slots: PoolSlots) -> None:
     assert slots.save(X, DATA)
     assert not slots.save(X, DATA)
-    assert len(slots.take(2)) == 2  # only one slot was used, and it was evicted for this
+    assert len(slots.acquire(2)) == 2  # only one slot was used, and it was evicted for this
 
 
 def test_the_leased_stay(slots: PoolSlots) -> None:
@@ -46,7 +46,7 @@ def test_clear_forgets_everything(slots: PoolSlots) -> None:
     slots.save(X, DATA)
     assert slots.clear()
     assert slots.slot_of(X) is None
-    assert len(slots.take(9)) == 2
+    assert len(slots.acquire(9)) == 2
 
 
 def test_clear_forgets_what_peers_read_and_empties_it_when_they_have(slots: PoolSlots) -> None:
@@ -63,7 +63,7 @@ def test_clear_forgets_what_peers_read_and_empties_it_when_they_have(slots: Pool
     slots.sweep()
     assert slots.pool.hash_of(slot) is None
     assert slots.clear()
-    assert len(slots.take(9)) == 2
+    assert len(slots.acquire(9)) == 2
 
 
 def test_clear_leaves_what_is_read_here_until_it_has_been(slots: PoolSlots) -> None:
@@ -84,22 +84,22 @@ def test_clear_knows_of_slots_that_somebody_else_has_emptied(slots: PoolSlots) -
 
 
 def test_slots_given_back_are_empty_again(slots: PoolSlots) -> None:
-    taken = slots.take(2)
+    taken = slots.acquire(2)
     assert slots.pool.offer(taken, X + Y)
-    slots.give_back(taken)
+    slots.release(taken)
     assert [slots.pool.state_of(slot) for slot in taken] == [SlotState.empty] * 2
-    assert sorted(slots.take(2)) == sorted(taken)
+    assert sorted(slots.acquire(2)) == sorted(taken)
 
 
 def test_slots_given_back_while_the_lock_is_taken_are_not_lost(
     slots: PoolSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = slots.take(2)
+    taken = slots.acquire(2)
     with monkeypatch.context() as patched:
         patched.setattr(slots.pool, "try_evict", lambda slots: [])
-        slots.give_back(taken)
-        assert slots.take(2) == []
-    assert sorted(slots.take(2)) == sorted(taken)
+        slots.release(taken)
+        assert slots.acquire(2) == []
+    assert sorted(slots.acquire(2)) == sorted(taken)
 
 
 def test_the_least_recently_used_goes_first(
@@ -119,7 +119,7 @@ def test_a_slot_that_is_read_here_keeps_its_block(slots: PoolSlots) -> None:
         assert slots.save(name, name * (slots.pool.block_bytes // 16))
     with slots.reading(names[0]) as slot:
         assert slot is not None
-        taken = slots.take(slots.pool.num_slots)
+        taken = slots.acquire(slots.pool.num_slots)
         assert slot not in taken
         assert slots.pool.hash_of(slot) == names[0]
-    assert slots.take(1) == [slot]
+    assert slots.acquire(1) == [slot]

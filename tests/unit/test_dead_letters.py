@@ -26,7 +26,7 @@ from kvatlas.events.dead_letters import (
     read_letters,
     whole_payload,
 )
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import (
     KV_DEAD_LETTERS,
     KV_EVENTS,
@@ -35,24 +35,24 @@ from kvatlas.events.streams import (
     subject_matches,
 )
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.dead_letter_writing import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
+from kvatlas.indexer.service.dead_letters import (
     MAX_BUCKETS,
+    DeadLetterBudget,
     DeadLetterSettings,
     DeadLetterWriter,
-    LetterBudget,
-    Poison,
-    poison_of,
+    UnreadableMessage,
+    unreadable_message_of,
 )
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
+from kvatlas.indexer.service.index_service import IndexService
 from kvatlas.schemas.errors import MalformedLetter
 from kvatlas.schemas.ids import InstanceId
 from testkit.builders import a_batch, a_control, hashes, stored, subject_of, up
 from testkit.waiting import until
 
 SUBJECT = "kv.events.model.w1.0"
-GARBAGE = Poison("w1", "payload", "no batch")
+GARBAGE = UnreadableMessage("w1", "payload", "no batch")
 
 
 def a_message(payload: bytes = b"\xc1", at: int = 1, subject: str = SUBJECT) -> Message:
@@ -65,8 +65,8 @@ def with_events(*events: object) -> bytes:
     return msgspec.msgpack.encode([*fields[:6], list(events)])
 
 
-def poison(payload: bytes, subject: str = SUBJECT) -> Poison | None:
-    return poison_of(stimulus_of(a_message(payload, subject=subject)))
+def poison(payload: bytes, subject: str = SUBJECT) -> UnreadableMessage | None:
+    return unreadable_message_of(stimulus_of(a_message(payload, subject=subject)))
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_batch_with_bad_events_is_told_which() -> None:
 def test_no_bytes_and_no_subject_raise(payload: bytes, subject: str) -> None:
     for each in (SUBJECT, "kv.control.w1.0", f"kv.events.m.{subject}.0", subject):
         message = a_message(payload, subject=each)
-        found = poison_of(stimulus_of(message))
+        found = unreadable_message_of(stimulus_of(message))
         if found is not None:
             assert found.kind in KINDS
             letter = letter_about(message, found.kind, found.reason, "me")
@@ -226,12 +226,12 @@ def test_a_mark_covers_nothing_of_a_log_that_has_begun_anew() -> None:
 # --- how many -----------------------------------------------------------------------------------
 
 
-def taken(budget: LetterBudget, worker: str, times: int, now: float) -> int:
-    return sum(budget.take(worker, "payload", now) for _ in range(times))
+def taken(budget: DeadLetterBudget, worker: str, times: int, now: float) -> int:
+    return sum(budget.spend(worker, "payload", now) for _ in range(times))
 
 
 def test_a_flood_of_one_worker_leaves_room_for_others() -> None:
-    budget = LetterBudget(DeadLetterSettings(letters_per_second=10, burst=100, share=0.25))
+    budget = DeadLetterBudget(DeadLetterSettings(letters_per_second=10, burst=100, share=0.25))
     assert taken(budget, "loud", 1_000, now=5.0) == 25
     assert taken(budget, "quiet", 1, now=5.0) == 1
     assert sum(taken(budget, f"w{n}", 1_000, now=5.0) for n in range(10)) == 74
@@ -240,7 +240,7 @@ def test_a_flood_of_one_worker_leaves_room_for_others() -> None:
 
 
 def test_a_clock_that_goes_back_gives_no_letters() -> None:
-    budget = LetterBudget(DeadLetterSettings(letters_per_second=1, burst=4, share=1))
+    budget = DeadLetterBudget(DeadLetterSettings(letters_per_second=1, burst=4, share=1))
     assert taken(budget, "loud", 10, now=9.0) == 4
     assert taken(budget, "loud", 10, now=5.0) == 0
     assert taken(budget, "loud", 10, now=9.0) == 0
@@ -248,7 +248,7 @@ def test_a_clock_that_goes_back_gives_no_letters() -> None:
 
 
 def test_a_letter_that_one_bucket_lacks_costs_the_other_nothing() -> None:
-    budget = LetterBudget(DeadLetterSettings(letters_per_second=1, burst=4, share=0.5))
+    budget = DeadLetterBudget(DeadLetterSettings(letters_per_second=1, burst=4, share=0.5))
     assert taken(budget, "loud", 100, now=1.0) == 2
     assert taken(budget, "quiet", 100, now=1.0) == 2
     assert taken(budget, "third", 100, now=1.0) == 0
@@ -256,8 +256,8 @@ def test_a_letter_that_one_bucket_lacks_costs_the_other_nothing() -> None:
 
 
 def test_buckets_are_bounded_and_names_made_up_win_no_more_than_all() -> None:
-    budget = LetterBudget(DeadLetterSettings(letters_per_second=1, burst=10))
-    assert sum(budget.take(f"w{n}", "payload", 1.0) for n in range(3 * MAX_BUCKETS)) == 10
+    budget = DeadLetterBudget(DeadLetterSettings(letters_per_second=1, burst=10))
+    assert sum(budget.spend(f"w{n}", "payload", 1.0) for n in range(3 * MAX_BUCKETS)) == 10
     assert len(budget._shares) == MAX_BUCKETS
 
 

@@ -11,10 +11,10 @@ import pytest
 from kvatlas.schemas.digest import digest_of
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import BlockRemoved, BlockStored, Digest, Inventory, KvEvent
-from kvatlas.worker_hooks.captures import Frame, jsonable, read_capture
-from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding, names_of
-from kvatlas.worker_hooks.redaction import Redactor
-from kvatlas.worker_hooks.stream_decoding import StreamDecoding
+from kvatlas.worker_hooks.recordings.captures import Frame, jsonable, read_capture
+from kvatlas.worker_hooks.recordings.decoding import DecodeOptions, Decoding, names_of
+from kvatlas.worker_hooks.recordings.redaction import Redactor
+from kvatlas.worker_hooks.recordings.stream_decoding import StreamDecoding
 from testkit.builders import up
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.indexer.packed_digest import digest_of_packed
+from kvatlas.indexer.index.packed_digest import digest_of_packed
 from kvatlas.schemas.digest import TierDigest, digest_of, index_key, mix64, split_hashes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "digest.json"

@@ -14,9 +14,9 @@ from kvatlas.doctor.engine_hashes import matched_hash
 from kvatlas.doctor.facts import (
     UNREADABLE,
     Arrival,
-    EngineFacts,
     EngineKind,
     Probe,
+    ProbedFacts,
     SeenHash,
     Texts,
     engine_facts,
@@ -27,14 +27,14 @@ from kvatlas.router.answers import WorkerAnswer, WorkersAnswer
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import Trust
 
-VLLM = EngineFacts(
+VLLM = ProbedFacts(
     kind=EngineKind.vllm,
     models=("m",),
     block_tokens=16,
     prefix_caching=True,
     hash_algorithm="sha256",
 )
-SGLANG = EngineFacts(kind=EngineKind.sglang, models=("m",))
+SGLANG = ProbedFacts(kind=EngineKind.sglang, models=("m",))
 MODELS = b'{"data": [{"id": "m", "parent": null}, {"id": "a", "parent": "m"}]}'
 METRICS = """# TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="64",enable_prefix_caching="True",hash_block_size="16",\
@@ -391,7 +391,7 @@ class Silent:
     def __init__(self, *_: object) -> None:
         pass
 
-    async def facts(self) -> EngineFacts:
+    async def facts(self) -> ProbedFacts:
         return SGLANG
 
     async def workers(self) -> WorkersAnswer:
@@ -419,7 +419,7 @@ class TestFacts:
         assert engine_facts(MODELS, "sglang:x 0", answer).block_tokens is None
 
     def test_vllm_tells_by_its_metrics(self) -> None:
-        assert engine_facts(MODELS, METRICS, version="0.32.0") == EngineFacts(
+        assert engine_facts(MODELS, METRICS, version="0.32.0") == ProbedFacts(
             kind=EngineKind.vllm,
             version="0.32.0",
             models=("m",),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.worker_hooks.engine_pulse import LOOK_SECONDS, EnginePulse
+from kvatlas.worker_hooks.reporting.engine_pulse import LOOK_SECONDS, EnginePulse
 
 
 class Looking:

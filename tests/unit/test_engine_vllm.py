@@ -10,13 +10,18 @@ from kvatlas.schemas.errors import BatchTooLarge, MalformedBatch
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import Extra
 from kvatlas.schemas.ids import Tier
-from kvatlas.schemas.kv_events import BlockStored, Doubted
-from kvatlas.worker_hooks.edge import Edge
+from kvatlas.schemas.kv_events import BlockStored, SourceDegraded
 from kvatlas.worker_hooks.engines.adapter import Decoded
 from kvatlas.worker_hooks.engines.msgpack_batches import MAX_EVENTS, MAX_PAYLOAD_BYTES
 from kvatlas.worker_hooks.engines.vllm import FIELDS_OF, VllmAdapter
 from kvatlas.worker_hooks.engines.vllm_extras import FIRST_TOKEN
-from kvatlas.worker_hooks.raw_events import RawCleared, RawGroupSeen, RawRemoved, RawStored
+from kvatlas.worker_hooks.raw_events import (
+    RawCleared,
+    RawGroupSeen,
+    RawRemoved,
+    RawStored,
+)
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 
 HIGH = 0xC102464DBE767670
 TOKENS = [1, 2, 3, 4]
@@ -284,13 +289,13 @@ def test_an_image_has_one_place_in_the_prompt() -> None:
 
 def test_an_image_that_began_before_the_event_names_the_same_blocks() -> None:
     descriptor = NamespaceDescriptor(2)
-    whole, parts = Edge("m", descriptor), Edge("m", descriptor)
+    whole, parts = EngineStateTracker("m", descriptor), EngineStateTracker("m", descriptor)
     adapter = VllmAdapter()
 
-    def tell(edge: Edge, *events: dict[str, Any]) -> set[bytes]:
+    def tell(tracker: EngineStateTracker, *events: dict[str, Any]) -> set[bytes]:
         for event in events:
-            edge.handle(adapter.decode(msgspec.msgpack.encode([0.0, [event], 0])).events)
-        return {block for block, _ in edge.residency.blocks(Tier.hbm)}
+            tracker.handle(adapter.decode(msgspec.msgpack.encode([0.0, [event], 0])).events)
+        return {block for block, _ in tracker.residency.blocks(Tier.hbm)}
 
     keys = [[["img", 1]], [["img", -1]]]
     at_once = tell(whole, a_store(block_hashes=[1, 2], extra_keys=keys))
@@ -300,7 +305,9 @@ def test_an_image_that_began_before_the_event_names_the_same_blocks() -> None:
         a_store(block_hashes=[2], token_ids=[3, 4], parent_block_hash=1, extra_keys=keys[1:]),
     )
     assert at_once == one_by_one
-    assert tell(Edge("m", descriptor), a_store(block_hashes=[1, 2])) & at_once == set()
+    assert (
+        tell(EngineStateTracker("m", descriptor), a_store(block_hashes=[1, 2])) & at_once == set()
+    )
 
 
 def test_embeddings_name_their_block() -> None:
@@ -329,11 +336,11 @@ def test_f49_what_cannot_be_identified_is_held_and_names_nothing(
 
 
 def test_f48_tenants_stay_apart() -> None:
-    edge = Edge("m", NamespaceDescriptor(2))
+    tracker = EngineStateTracker("m", NamespaceDescriptor(2))
     for number, salt in enumerate(["alice", "bob"]):
         event = a_store(block_hashes=[2 * number, 2 * number + 1], extra_keys=[[salt], None])
-        edge.handle(decode(event).events)
-    assert edge.residency.digest(Tier.hbm).count == 4
+        tracker.handle(decode(event).events)
+    assert tracker.residency.digest(Tier.hbm).count == 4
 
 
 # --- groups ----------------------------------------------------------
@@ -355,18 +362,18 @@ def test_f56_a_group_is_told_once_and_again_when_it_changes() -> None:
 
 
 def test_f51_blocks_of_another_size_than_the_workers_are_refused() -> None:
-    edge = Edge("m", NamespaceDescriptor(4))
-    (told,) = edge.handle(decode(a_store()).events)
-    assert isinstance(told, Doubted)
+    tracker = EngineStateTracker("m", NamespaceDescriptor(4))
+    (told,) = tracker.handle(decode(a_store()).events)
+    assert isinstance(told, SourceDegraded)
     assert "blocks have 2 tokens, told were 4" in told.reason
     assert "--block-tokens 2" in told.reason
-    assert edge.counters.rejected_events == 1
+    assert tracker.counters.rejected_events == 1
 
 
 def test_f24_each_block_of_an_event_follows_the_one_before() -> None:
-    edge = Edge("m", NamespaceDescriptor(1))
+    tracker = EngineStateTracker("m", NamespaceDescriptor(1))
     store = a_store(block_hashes=[1, 2, 3, 4], block_size=1)
-    (told,) = [e for e in edge.handle(decode(store).events) if isinstance(e, BlockStored)]
+    (told,) = [e for e in tracker.handle(decode(store).events) if isinstance(e, BlockStored)]
     assert len(set(told.hashes[i : i + 16] for i in range(0, 64, 16))) == 4
 
 

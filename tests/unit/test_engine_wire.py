@@ -13,11 +13,16 @@ import pytest
 
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.registry import adapter_of
 from kvatlas.worker_hooks.engines.sglang import SglangAdapter
 from kvatlas.worker_hooks.engines.vllm import MAX_GROUPS, VllmAdapter
-from kvatlas.worker_hooks.raw_events import RawCleared, RawGroupSeen, RawRemoved, RawStored
+from kvatlas.worker_hooks.raw_events import (
+    RawCleared,
+    RawGroupSeen,
+    RawRemoved,
+    RawStored,
+)
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "engine_batches.json"
@@ -110,10 +115,10 @@ def test_f38_a_sample_of_each_versions_own_definitions(version: str) -> None:
     wanted = expected(engine, set(sample["stored_fields"]) - {"group_idx"})
     assert found == wanted
     assert decoded.rejected == []
-    edge = Edge("m", NamespaceDescriptor(2))
-    edge.handle(decoded.events[:-1])
+    tracker = EngineStateTracker("m", NamespaceDescriptor(2))
+    tracker.handle(decoded.events[:-1])
     first = wanted[0].engine_hashes[0]
-    assert edge.resident() == {0: {Tier.hbm: [first]}}
+    assert tracker.resident() == {0: {Tier.hbm: [first]}}
 
 
 # --- faults that others had ----------------------------------------------------------
@@ -130,29 +135,29 @@ def batch(*events: Any) -> bytes:
 
 
 def test_f19_a_store_that_is_its_own_parent_changes_nothing() -> None:
-    edge, adapter = Edge("m", NamespaceDescriptor(2)), VllmAdapter()
-    edge.handle(adapter.decode(batch(a_store(1, 2, 3))).events)
-    assert edge.handle(adapter.decode(batch(a_store(9, parent_block_hash=9))).events) == []
-    assert edge.resident() == {0: {Tier.hbm: [1, 2, 3]}}
-    assert edge.counters.rejected_events == 1
+    tracker, adapter = EngineStateTracker("m", NamespaceDescriptor(2)), VllmAdapter()
+    tracker.handle(adapter.decode(batch(a_store(1, 2, 3))).events)
+    assert tracker.handle(adapter.decode(batch(a_store(9, parent_block_hash=9))).events) == []
+    assert tracker.resident() == {0: {Tier.hbm: [1, 2, 3]}}
+    assert tracker.counters.rejected_events == 1
 
 
 def test_f19_a_block_that_is_not_there_spoils_no_removal() -> None:
-    edge, adapter = Edge("m", NamespaceDescriptor(2)), VllmAdapter()
+    tracker, adapter = EngineStateTracker("m", NamespaceDescriptor(2)), VllmAdapter()
     removal = {"type": "BlockRemoved", "block_hashes": [77, 2, 3]}
-    edge.handle(adapter.decode(batch(a_store(1, 2, 3), removal)).events)
-    assert edge.resident() == {0: {Tier.hbm: [1]}}
+    tracker.handle(adapter.decode(batch(a_store(1, 2, 3), removal)).events)
+    assert tracker.resident() == {0: {Tier.hbm: [1]}}
 
 
 def test_f31_equal_hashes_of_two_models_are_two_blocks() -> None:
     store, removal = batch(a_store(1, 2)), batch({"type": "BlockRemoved", "block_hashes": [1, 2]})
-    edges = [Edge(model, NamespaceDescriptor(2)) for model in ("a", "b")]
-    for edge in edges:
-        edge.handle(VllmAdapter().decode(store).events)
-    names = [{block for block, _ in edge.residency.blocks(Tier.hbm)} for edge in edges]
+    trackers = [EngineStateTracker(model, NamespaceDescriptor(2)) for model in ("a", "b")]
+    for tracker in trackers:
+        tracker.handle(VllmAdapter().decode(store).events)
+    names = [{block for block, _ in tracker.residency.blocks(Tier.hbm)} for tracker in trackers]
     assert names[0].isdisjoint(names[1])
-    edges[0].handle(VllmAdapter().decode(removal).events)
-    assert edges[1].resident() == {0: {Tier.hbm: [1, 2]}}
+    trackers[0].handle(VllmAdapter().decode(removal).events)
+    assert trackers[1].resident() == {0: {Tier.hbm: [1, 2]}}
 
 
 def test_f40_a_page_length_that_no_tokens_bear_out_is_not_believed() -> None:

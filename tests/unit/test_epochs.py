@@ -14,7 +14,7 @@ from kvatlas.events.epochs import (
     is_plausible,
     next_epoch,
 )
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.schemas.errors import BusUnavailable
 from kvatlas.schemas.ids import InstanceId
 

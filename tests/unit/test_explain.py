@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.events.archive import DecisionRecord
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.archive.port import DecisionRecord
 from kvatlas.events.bus import Message
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.explain import archived_decision, explain, explanation
+from kvatlas.hindsight.explain import archived_decision, explain, explanation
 from kvatlas.schemas.errors import UnknownDecision
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvatlas.router import exposition, service
-from kvatlas.router.app import RouterApp, create_app
-from kvatlas.router.exposition import Exposition
-from kvatlas.router.metrics import MAX_COUNTED_WORKERS, ROUTED, WorkerCounts
+from kvatlas.router import service
+from kvatlas.router.http import exposition
+from kvatlas.router.http.app import RouterApp, create_app
+from kvatlas.router.http.exposition import Exposition
+from kvatlas.router.http.metrics import MAX_COUNTED_WORKERS, ROUTED, WorkerCounts
 from testkit.fleet import Fleet, a_prompt, a_request
 
 SLICES = 5

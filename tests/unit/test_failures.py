@@ -1,4 +1,4 @@
-from kvatlas.router.failures import Failures
+from kvatlas.router.decision.failures import Failures
 from kvatlas.schemas.ids import InstanceId
 
 W1, W2 = InstanceId("w1", 0), InstanceId("w2", 0)

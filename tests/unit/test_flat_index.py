@@ -7,7 +7,8 @@ import numba
 import numpy as np
 import pytest
 
-from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
+from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
+from kvatlas.indexer.index import kernel
 from kvatlas.schemas.digest import digest_of, index_key, mix64, split_hashes
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import testkit
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.arrays import Number, PrivateArrays
+from kvatlas.indexer.index.arrays import Number, PrivateArrays
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier
 from testkit.blocks import a_chain
@@ -138,7 +138,7 @@ FULL_SHARED = """
 import os, sys
 from pathlib import Path
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.arrays import SharedArrays
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier
 
@@ -179,10 +179,10 @@ FULL_FLEET = """
 import os, sys, time
 from pathlib import Path
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
+from kvatlas.indexer.fold.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from testkit.builders import a_batch, arrived, up
 from kvatlas.schemas.kv_events import BlockStored
@@ -194,7 +194,8 @@ state = IndexState(FlatRadixIndex(arrays=arrays))
 publication = IndexPublication(arrays, state, state)
 
 def pulse():
-    publication.pulse(Pulse(True, True, state.stream_sequence, time.monotonic(), {}))
+    status = WriterStatus(True, True, state.stream_sequence, time.monotonic(), {})
+    publication.publish_status(status)
 
 pulse()
 reader = SharedIndexReader(folder / "index")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvatlas.worker_hooks.captures import Frame, read_capture
-from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
-from kvatlas.worker_hooks.redaction import Redactor
+from kvatlas.worker_hooks.recordings.captures import Frame, read_capture
+from kvatlas.worker_hooks.recordings.decoding import DecodeOptions, Decoding
+from kvatlas.worker_hooks.recordings.redaction import Redactor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "captures"
 HELD: dict[str, dict[str, Any]] = json.loads((GOLDEN / "engine_held.json").read_text())

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from random import Random
 
-from kvatlas.router.loads import Loads
-from kvatlas.router.plans import plan_for
-from kvatlas.router.policies import policy_named
-from kvatlas.router.requests import Report
+from kvatlas.router.decision.loads import LoadTracker
+from kvatlas.router.decision.plans import plan_for
+from kvatlas.router.decision.policies import policy_named
+from kvatlas.router.decision.requests import Report
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Question
 from kvatlas.schemas.settings import RouterSettings
@@ -54,7 +54,7 @@ def conversations(num_requests: int) -> Iterator[tuple[float, Blocks]]:
 def play(policy_name: str, num_requests: int) -> tuple[float, float, float]:
     """Return the hit ratio, that of one cache of the fleet's size, and max over mean work."""
     settings = RouterSettings(seed=1)
-    policy, loads = policy_named(policy_name, settings), Loads(settings)
+    policy, loads = policy_named(policy_name, settings), LoadTracker(settings)
     caches, big = [Cache(CAPACITY) for _ in range(NUM_WORKERS)], Cache(CAPACITY * NUM_WORKERS)
     work, asked, hits, big_hits = [0] * NUM_WORKERS, 0, 0, 0
     for turn, (now, blocks) in enumerate(conversations(num_requests)):

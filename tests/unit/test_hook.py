@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks import hook as hook_module
-from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.raw_events import (
     RawCleared,
     RawEvent,
@@ -18,7 +16,9 @@ from kvatlas.worker_hooks.raw_events import (
     RawStored,
     decode_raw,
 )
-from kvatlas.worker_hooks.ring import Lost, RingReader, RingWriter
+from kvatlas.worker_hooks.reporting import hook as hook_module
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import Lost, RingReader, RingWriter
 from testkit.waiting import until
 
 

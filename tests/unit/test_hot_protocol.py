@@ -7,7 +7,7 @@ import msgspec
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvatlas.router.app import create_app
+from kvatlas.router.http.app import create_app
 from testkit.fleet import MODEL, Fleet, a_prompt
 from testkit.waiting import until
 

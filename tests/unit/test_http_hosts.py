@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.router.http.hosts import HostRules
+from kvatlas.router.http.server.hosts import HostRules
 
 LOOPBACK = HostRules("127.0.0.1")
 WIDE = HostRules("0.0.0.0", is_loopback=False)

@@ -14,19 +14,20 @@ import pytest
 from kvatlas.events.bus import Publisher
 from kvatlas.events.codec import decode_control, encode
 from kvatlas.events.leases import LeaseKeeper, LeaseValue
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import inventory_subject
-from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
-from kvatlas.indexer.budgets import BudgetSettings
-from kvatlas.indexer.fence_kernel import VERSION
+from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
+from kvatlas.indexer.fold.budgets import BudgetSettings
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index import kernel
+from kvatlas.indexer.index.kernel.fences import VERSION
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
 from kvatlas.indexer.reader import finished
-from kvatlas.indexer.service import NOTHING_COMES, IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.trees import Trees
+from kvatlas.indexer.service.index_service import NOTHING_COMES, IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.router.http.trees import Trees
 from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions
 from kvatlas.schemas.errors import StreamRefused
 from kvatlas.schemas.fleet import Trust
@@ -47,7 +48,7 @@ from testkit.bus import Collected
 from testkit.waiting import WAIT_SECONDS, until
 
 W1 = InstanceId("w1", 0)
-FAST = ServiceSettings(
+FAST = IndexServiceLimits(
     poll_seconds=0.01,
     lease_ended_seconds=0.0,
     lease_missing_seconds=60.0,
@@ -78,7 +79,9 @@ async def publish(bus: MemoryBus, *batches: EventBatch | ControlRecord) -> None:
     await publisher.flush()
 
 
-def a_service(bus: MemoryBus, settings: ServiceSettings = FAST, name: str = "me") -> IndexService:
+def a_service(
+    bus: MemoryBus, settings: IndexServiceLimits = FAST, name: str = "me"
+) -> IndexService:
     return IndexService(bus, IndexState(ReferenceIndex()), name=name, settings=settings)
 
 
@@ -267,7 +270,9 @@ async def test_what_was_wrong_before_it_started_is_no_news(
     caplog.set_level(logging.INFO, "kvatlas")
     async with a_service(bus) as service:
         await service.wait_ready()
-    assert [r.getMessage() for r in caplog.records if r.name == "kvatlas.indexer.service"] == []
+    assert [
+        r.getMessage() for r in caplog.records if r.name == "kvatlas.indexer.service.index_service"
+    ] == []
 
 
 async def test_a_lost_part_of_the_log_is_a_hole(bus: MemoryBus, broker: MemoryBroker) -> None:
@@ -284,7 +289,7 @@ async def test_a_lost_part_of_the_log_is_a_hole(bus: MemoryBus, broker: MemoryBr
 
 
 async def test_it_goes_on_answering_and_tells_its_age(bus: MemoryBus) -> None:
-    stale_soon = ServiceSettings(poll_seconds=0.01, stale_seconds=0.05)
+    stale_soon = IndexServiceLimits(poll_seconds=0.01, stale_seconds=0.05)
     async with a_service(bus, stale_soon) as service:
         await publish(bus, a_batch(up(), stored(1)))
         await until(lambda: service.state.stream_sequence == 1)
@@ -421,7 +426,7 @@ async def test_an_expired_lease_becomes_a_record_that_all_replicas_fold() -> Non
 
 
 async def test_an_instance_that_never_had_a_lease_is_expired_after_a_while(bus: MemoryBus) -> None:
-    settings = ServiceSettings(
+    settings = IndexServiceLimits(
         poll_seconds=0.01, lease_missing_seconds=0.05, lease_settling_seconds=0.0
     )
     async with a_service(bus, settings) as service:
@@ -431,7 +436,7 @@ async def test_an_instance_that_never_had_a_lease_is_expired_after_a_while(bus: 
 
 
 async def test_a_living_lease_keeps_its_instance(bus: MemoryBus) -> None:
-    settings = ServiceSettings(
+    settings = IndexServiceLimits(
         poll_seconds=0.01, lease_missing_seconds=0.0, lease_settling_seconds=0.0
     )
     keys = bus.keys(LEASES_BUCKET)
@@ -660,7 +665,7 @@ async def test_what_this_replica_finds_waits_too_while_the_fold_stands_still(
 async def test_a_log_that_says_nothing_while_leases_are_renewed_is_a_condition(
     bus: MemoryBus,
 ) -> None:
-    impatient = ServiceSettings(poll_seconds=0.01, log_silence_seconds=0.1)
+    impatient = IndexServiceLimits(poll_seconds=0.01, log_silence_seconds=0.1)
     conditions = Conditions()
     await publish(bus, a_batch(up(), epoch=7))
     keys = bus.keys(LEASES_BUCKET)

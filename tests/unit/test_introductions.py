@@ -1,6 +1,6 @@
 """Whom to ask what it is, and how often."""
 
-from kvatlas.indexer.introductions import (
+from kvatlas.indexer.service.introductions import (
     FIRST_PAUSE_SECONDS,
     MAX_ASKED,
     MAX_PAUSE_SECONDS,

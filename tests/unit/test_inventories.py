@@ -9,21 +9,21 @@ import pytest
 
 from kvatlas.events.bus import OnRequest
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.events.subjects import inventory_subject
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.inventories import pauses
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.inventory_requests import pauses
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import EventBatch
 from testkit.builders import MODEL, a_batch, digests, inventory, stored, subject_of, up
 from testkit.waiting import until
 
-SETTINGS = ServiceSettings(
+SETTINGS = IndexServiceLimits(
     poll_seconds=0.01,
     lease_missing_seconds=60.0,
     lease_settling_seconds=0.0,
@@ -102,7 +102,7 @@ def the_exact(service: IndexService) -> set[str]:
     }
 
 
-def a_service(bus: MemoryBus, settings: ServiceSettings) -> IndexService:
+def a_service(bus: MemoryBus, settings: IndexServiceLimits) -> IndexService:
     return IndexService(bus, IndexState(ReferenceIndex()), settings=settings)
 
 

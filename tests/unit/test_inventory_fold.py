@@ -5,13 +5,19 @@ from collections.abc import Sequence
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.index import PrefixIndex
-from kvatlas.indexer.reader import Roll, TreeRun
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import AuditFailed
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import AuditFailed
+from kvatlas.indexer.index.port import PrefixIndex
+from kvatlas.indexer.reader import InstanceSelection, TreeRun
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import EventBatch, Inventory, KvEvent, NamespacesMuted, WorkerDown
+from kvatlas.schemas.kv_events import (
+    EventBatch,
+    Inventory,
+    KvEvent,
+    NamespacesOverBudget,
+    WorkerDown,
+)
 from testkit.builders import (
     ROOT,
     a_batch,
@@ -124,7 +130,7 @@ def test_all_tiers_change_at_once_and_without_a_search(
     seq = tell(state, *events[:-1])
     assert held_by(state, W1) == before, "nothing of it shows before its end"
     assert matched(state) == {"w1": 2, "w2": 3}
-    assert state.held(hashes(1, 2, 3), Roll([W1, W2])).sum(axis=1).tolist() == [2, 3]
+    assert state.held(hashes(1, 2, 3), InstanceSelection([W1, W2])).sum(axis=1).tolist() == [2, 3]
     assert [run.holders for run in state.tree(9, 9)].count((W1, W1)) == 0
     seq = tell(state, events[-1], first_seq=seq)
     both = {Tier.hbm, Tier.dram}
@@ -181,11 +187,11 @@ def test_what_was_withheld_of_a_muted_namespace_comes_bit_by_bit(
     state: IndexState, index: PrefixIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a mute, an instance that is not in doubt tells what the index cannot know."""
-    take(state, a_batch(up(), stored(1)), a_batch(NamespacesMuted(ROOT, "why"), seq=2))
+    take(state, a_batch(up(), stored(1)), a_batch(NamespacesOverBudget(ROOT, "why"), seq=2))
     take(state, a_batch(seq=3))
 
     forbid(index, monkeypatch, "store_runs", "clear")
-    seq = tell(state, *told((1, 2, 3), (4,)), NamespacesMuted(b""))
+    seq = tell(state, *told((1, 2, 3), (4,)), NamespacesOverBudget(b""))
     tell(state, *digests(1, 2, 3), first_seq=seq)
     assert set(held_by(state, W1)) == {1, 2, 3, 4}
 
@@ -244,10 +250,10 @@ def test_a_new_loss_voids_what_was_told(state: IndexState) -> None:
     seq = tell(state, *told((4, 5))[:-1])
     take(state, a_batch(stored(8), seq=seq + 1))
     assert held_by(state, W1) == {block: {Tier.hbm} for block in (1, 2, 8)}
-    assert not any(place.is_hidden for place in state.places())
+    assert not any(place.is_staging for place in state.places())
 
 
-def test_an_epoch_takes_what_it_was_telling_along(state: IndexState) -> None:
+def test_an_epoch_takes_what_it_was_publication_along(state: IndexState) -> None:
     lose_a_batch(state, stored(1, 2))
     seq = tell(state, *told((4, 5))[:-1])
     take(state, a_batch(up(), epoch=2))
@@ -264,7 +270,7 @@ def test_memory_that_broke_meanwhile_voids_it() -> None:
     state = IndexState(index)
     lose_a_batch(state, stored(1, 2))
     tell(state, *told((4, 5))[:-1])
-    (hidden,) = [place.number for place in state.places() if place.is_hidden]
+    (hidden,) = [place.number for place in state.places() if place.is_staging]
     index._digests[hidden] = 0
     broken = state.audit()
     assert broken == ((W1, Tier.hbm),)

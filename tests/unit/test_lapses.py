@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.events.leases import LeaseChange
-from kvatlas.indexer.lapses import LeaseLapses, LogSilence
+from kvatlas.indexer.service.lease_expiry import LeaseExpiry, LogSilence
 from kvatlas.schemas.ids import InstanceId
 
 W1 = InstanceId("w1", 0)
@@ -19,66 +19,66 @@ def expired(epoch: int | None = 7) -> LeaseChange:
 
 
 @pytest.fixture
-def lapses() -> LeaseLapses:
+def lapses() -> LeaseExpiry:
     """Return one that has been connected for long."""
-    lapses = LeaseLapses(ended_seconds=1, missing_seconds=30, settling_seconds=10)
-    lapses.take(alive())
+    lapses = LeaseExpiry(ended_seconds=1, missing_seconds=30, settling_seconds=10)
+    lapses.apply(alive())
     assert lapses.due(ALIVE, True, -100) == []
     return lapses
 
 
 @pytest.mark.parametrize("kind", ["expired", "released"])
-def test_an_ended_lease_counts_after_its_grace(lapses: LeaseLapses, kind: str) -> None:
-    lapses.take(LeaseChange(W1, 7, kind))  # type: ignore[arg-type]
+def test_an_ended_lease_counts_after_its_grace(lapses: LeaseExpiry, kind: str) -> None:
+    lapses.apply(LeaseChange(W1, 7, kind))  # type: ignore[arg-type]
     assert lapses.due(ALIVE, True, 0) == []
     assert lapses.due(ALIVE, True, 1) == ALIVE
 
 
-def test_a_lease_that_is_taken_again_does_not_count(lapses: LeaseLapses) -> None:
-    lapses.take(expired())
+def test_a_lease_that_is_taken_again_does_not_count(lapses: LeaseExpiry) -> None:
+    lapses.apply(expired())
     assert lapses.due(ALIVE, True, 0) == []
-    lapses.take(alive())
+    lapses.apply(alive())
     assert lapses.due(ALIVE, True, 5) == []
 
 
-def test_its_grace_begins_anew_when_it_ends_again(lapses: LeaseLapses) -> None:
-    lapses.take(expired())
+def test_its_grace_begins_anew_when_it_ends_again(lapses: LeaseExpiry) -> None:
+    lapses.apply(expired())
     lapses.due(ALIVE, True, 0)
-    lapses.take(alive())
+    lapses.apply(alive())
     lapses.due(ALIVE, True, 0.5)
-    lapses.take(expired())
+    lapses.apply(expired())
     assert lapses.due(ALIVE, True, 1) == []
     assert lapses.due(ALIVE, True, 2) == ALIVE
 
 
 def test_a_lease_renewed_since_the_connect_counts_while_others_settle() -> None:
     """A broker that comes back finds leases that ran out meanwhile, and their living holders."""
-    lapses = LeaseLapses(ended_seconds=1, missing_seconds=30, settling_seconds=10)
+    lapses = LeaseExpiry(ended_seconds=1, missing_seconds=30, settling_seconds=10)
     found, renewed = InstanceId("found", 0), InstanceId("renewed", 0)
     both = [(found, 7), (renewed, 7)]
     lapses.due(both, True, 0)
     for instance, tellings in ((found, 1), (renewed, 2)):
         for _ in range(tellings):
-            lapses.take(LeaseChange(instance, 7, "alive"))
-        lapses.take(LeaseChange(instance, 7, "expired"))
+            lapses.apply(LeaseChange(instance, 7, "alive"))
+        lapses.apply(LeaseChange(instance, 7, "expired"))
     assert lapses.due(both, True, 0.9) == []
     assert lapses.due(both, True, 1) == [(renewed, 7)]
     assert lapses.due(both, True, 10) == both
 
 
 def test_an_outage_makes_all_leases_doubtful_again() -> None:
-    lapses = LeaseLapses(ended_seconds=1, missing_seconds=30, settling_seconds=10)
+    lapses = LeaseExpiry(ended_seconds=1, missing_seconds=30, settling_seconds=10)
     lapses.due(ALIVE, True, 0)
-    lapses.take(alive())
-    lapses.take(alive())
+    lapses.apply(alive())
+    lapses.apply(alive())
     lapses.due(ALIVE, False, 1)
-    lapses.take(expired())
+    lapses.apply(expired())
     assert lapses.due(ALIVE, True, 2) == []
     assert lapses.due(ALIVE, True, 5) == []
     assert lapses.due(ALIVE, True, 12) == ALIVE
 
 
-def test_who_never_had_a_lease_gets_more_time(lapses: LeaseLapses) -> None:
+def test_who_never_had_a_lease_gets_more_time(lapses: LeaseExpiry) -> None:
     other = (InstanceId("w2", 0), 1)
     assert lapses.due([*ALIVE, other], True, 0) == []
     assert lapses.due([*ALIVE, other], True, 29) == []
@@ -86,33 +86,33 @@ def test_who_never_had_a_lease_gets_more_time(lapses: LeaseLapses) -> None:
 
 
 def test_the_lease_of_an_older_epoch_is_none_and_of_a_newer_one_is() -> None:
-    lapses = LeaseLapses(1, 30, 0)
-    lapses.take(alive(epoch=6))
+    lapses = LeaseExpiry(1, 30, 0)
+    lapses.apply(alive(epoch=6))
     assert lapses.due(ALIVE, True, 0) == []
     assert lapses.due(ALIVE, True, 30) == ALIVE
-    lapses.take(alive(epoch=8))
+    lapses.apply(alive(epoch=8))
     assert lapses.due(ALIVE, True, 99) == []
 
 
-def test_a_lease_that_ended_before_it_was_seen_counts_as_ended(lapses: LeaseLapses) -> None:
-    lapses.take(expired(epoch=None))
+def test_a_lease_that_ended_before_it_was_seen_counts_as_ended(lapses: LeaseExpiry) -> None:
+    lapses.apply(expired(epoch=None))
     lapses.due(ALIVE, True, 0)
     assert lapses.due(ALIVE, True, 1) == ALIVE
 
 
 def test_nobody_is_declared_dead_while_the_broker_is_away_or_soon_after(
-    lapses: LeaseLapses,
+    lapses: LeaseExpiry,
 ) -> None:
     """A broker that was away for longer than a lease lives must not kill the fleet."""
-    lapses.take(expired())
+    lapses.apply(expired())
     assert lapses.due(ALIVE, False, 50) == []
     assert lapses.due(ALIVE, True, 51) == []
     assert lapses.due(ALIVE, True, 60) == []
     assert lapses.due(ALIVE, True, 61) == ALIVE
 
 
-def test_who_is_no_longer_alive_is_forgotten(lapses: LeaseLapses) -> None:
-    lapses.take(expired())
+def test_who_is_no_longer_alive_is_forgotten(lapses: LeaseExpiry) -> None:
+    lapses.apply(expired())
     assert lapses.due([], True, 0) == []
     assert lapses.due(ALIVE, True, 5) == []
 

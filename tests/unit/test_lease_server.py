@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.schemas.transfer import (
     LeaseGranted,
     LeaseMissing,
@@ -18,11 +18,11 @@ from kvatlas.schemas.transfer import (
     decode_transfer_answer,
     encode_transfer,
 )
-from kvatlas.worker_hooks.lease_server import LeaseServer
-from kvatlas.worker_hooks.lease_table import LeaseLimits
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.transfer import MemoryFabric, MemorySource
+from kvatlas.worker_hooks.transfer.lease_server import LeaseServer
+from kvatlas.worker_hooks.transfer.lease_table import LeaseLimits
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_block, a_chain, a_hash
 
 SIZE, NUM_SLOTS = 256, 8

@@ -2,7 +2,7 @@ import pytest
 
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.transfer import LeaseRequest
-from kvatlas.worker_hooks.lease_table import LeaseLimits, LeaseTable
+from kvatlas.worker_hooks.transfer.lease_table import LeaseLimits, LeaseTable
 from testkit.blocks import a_chain
 
 FINGERPRINT = bytes(range(16))

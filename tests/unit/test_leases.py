@@ -12,7 +12,7 @@ from kvatlas.events.leases import (
     parse_lease_key,
     watch_leases,
 )
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.schemas.errors import Fenced, InvalidSubject
 from kvatlas.schemas.ids import InstanceId
 from testkit.bus import Collected

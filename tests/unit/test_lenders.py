@@ -1,8 +1,8 @@
 """What a plan pulls where workers lend their pool's blocks only."""
 
-from kvatlas.router.candidates import line_up
-from kvatlas.router.plans import MAX_LOOKED_AT, Lenders, plan_for
-from kvatlas.router.pricing import price_all
+from kvatlas.router.decision.candidates import candidate_set_of
+from kvatlas.router.decision.plans import MAX_LOOKED_AT, LendableBlocks, plan_for
+from kvatlas.router.decision.pricing import price_all
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -31,7 +31,7 @@ def a_fleet(*owners: str, leasable_tiers: tuple[Tier, ...] = POOL) -> Fleet:
 
 def planned(fleet: Fleet) -> Plan:
     """Plan the prompt at the puller, everybody else being too busy to compute it."""
-    lineup = line_up(fleet.state.serving(MODEL), MODEL, None)
+    candidate_set = candidate_set_of(fleet.state.serving(MODEL), MODEL, None)
     held = {match.instance: match.by_tier for match in fleet.state.match(CHAIN)}
     candidates = tuple(
         a_candidate(
@@ -39,13 +39,15 @@ def planned(fleet: Fleet) -> Plan:
             held=held.get(view.instance, (0, 0, 0, 0, 0)),
             queued_ms=0.0 if view.instance.worker == "puller" else 10_000.0,
         )
-        for view in lineup.views
+        for view in candidate_set.views
     )
     question = Question(len(PROMPT) + 1, 0, 1, candidates)
     chosen = next(n for n, c in enumerate(candidates) if c.worker == "puller")
     price = price_all(question, SETTINGS)[chosen]
     assert price.pull_end == NUM_BLOCKS
-    return plan_for(question, chosen, price, SETTINGS, Lenders(fleet.state, lineup, CHAIN))
+    return plan_for(
+        question, chosen, price, SETTINGS, LendableBlocks(fleet.state, candidate_set, CHAIN)
+    )
 
 
 def lose(fleet: Fleet, worker: str, block: int) -> None:
@@ -93,7 +95,7 @@ def test_the_rest_comes_from_who_has_it_to_lend() -> None:
 
 def test_who_does_not_say_lends_every_tier_and_nothing_is_asked() -> None:
     fleet = a_fleet("owner", leasable_tiers=tuple(Tier))
-    lineup = line_up(fleet.state.serving(MODEL), MODEL, None)
+    candidate_set = candidate_set_of(fleet.state.serving(MODEL), MODEL, None)
     asked: list[bytes] = []
 
     class Watched:
@@ -101,9 +103,9 @@ def test_who_does_not_say_lends_every_tier_and_nothing_is_asked() -> None:
             asked.append(block_hash)
             return fleet.state.holders(block_hash)
 
-    owner = next(n for n, view in enumerate(lineup.views) if view.instance.worker == "owner")
-    lenders = Lenders(Watched(), lineup, CHAIN)
-    assert lenders.cut({owner: NUM_BLOCKS}, 0, NUM_BLOCKS) == {owner: NUM_BLOCKS}
+    owner = next(n for n, view in enumerate(candidate_set.views) if view.instance.worker == "owner")
+    lenders = LendableBlocks(Watched(), candidate_set, CHAIN)
+    assert lenders.limit({owner: NUM_BLOCKS}, 0, NUM_BLOCKS) == {owner: NUM_BLOCKS}
     assert asked == []
     [step] = planned(fleet).pulls
     assert step.num_blocks == NUM_BLOCKS
@@ -114,9 +116,11 @@ def test_the_look_at_the_index_is_bounded() -> None:
     fleet = a_fleet(*owners)
     for owner in owners:
         fleet.holds(owner, PROMPT, tier=Tier.dram)
-    lineup = line_up(fleet.state.serving(MODEL), MODEL, None)
-    ends = {n: NUM_BLOCKS for n, v in enumerate(lineup.views) if v.instance.worker != "puller"}
-    cut = Lenders(fleet.state, lineup, CHAIN).cut(ends, 0, NUM_BLOCKS)
+    candidate_set = candidate_set_of(fleet.state.serving(MODEL), MODEL, None)
+    ends = {
+        n: NUM_BLOCKS for n, v in enumerate(candidate_set.views) if v.instance.worker != "puller"
+    }
+    cut = LendableBlocks(fleet.state, candidate_set, CHAIN).limit(ends, 0, NUM_BLOCKS)
     # each block has two slots an owner
     assert set(cut.values()) == {11}
     assert cut.keys() == ends.keys()

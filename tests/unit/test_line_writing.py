@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvatlas.line_writing import LineWriter, write_line
+from kvatlas.common.line_writing import LineWriter, write_line
 from testkit.waiting import WAIT_SECONDS
 
 #: what a pipe holds

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from kvatlas.router.loads import Load, Loads
-from kvatlas.router.requests import Report
+from kvatlas.router.decision.loads import InstanceLoad, LoadTracker
+from kvatlas.router.decision.requests import Report
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan
 from kvatlas.schemas.settings import RouterSettings
@@ -22,9 +22,9 @@ class World:
     """Loads with a time of their own."""
 
     def __init__(self) -> None:
-        self.loads, self.now = Loads(SETTINGS), 0.0
+        self.loads, self.now = LoadTracker(SETTINGS), 0.0
 
-    def of(self, instance: InstanceId = W1, epoch: int = 1, model: str = "m") -> Load:
+    def of(self, instance: InstanceId = W1, epoch: int = 1, model: str = "m") -> InstanceLoad:
         return self.loads.of(instance, epoch, model, self.now)
 
     def routed(self, name: str, tokens: int, instance: InstanceId = W1, pull_ms: float = 0) -> None:
@@ -46,7 +46,7 @@ def world() -> World:
 class TestQueue:
     def test_a_routed_request_is_queued_work(self, world: World) -> None:
         world.routed("a", 500, pull_ms=20.0)
-        assert world.of() == Load(1, 520.0, 500.0, 1.0, 1.0)
+        assert world.of() == InstanceLoad(1, 520.0, 500.0, 1.0, 1.0)
 
     def test_time_drains_the_queue(self, world: World) -> None:
         world.routed("a", 500)
@@ -104,7 +104,7 @@ class TestQueue:
         world.routed("a", 500)
         world.routed("b", 300)
         world.done("a", Report(failed=True))
-        assert world.of() == Load(1, 300.0, 300.0, 1.0, 1.0)
+        assert world.of() == InstanceLoad(1, 300.0, 300.0, 1.0, 1.0)
 
 
 class TestInFlight:
@@ -306,7 +306,7 @@ def test_ten_thousand_instances_come_and_go(world: World) -> None:
 
 
 def test_no_timeout_is_too_short_to_route_with() -> None:
-    loads = Loads(msgspec.structs.replace(SETTINGS, request_timeout_seconds=1e-300))
+    loads = LoadTracker(msgspec.structs.replace(SETTINGS, request_timeout_seconds=1e-300))
     for second in (1e6, 1e6, 2e6):  # so large that a short timeout added to it is lost
         loads.of(W1, 1, "m", second)
         loads.routed("a", W1, Plan(16, 0, (), 100), 0.0, second)

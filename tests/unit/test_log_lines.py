@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvatlas.indexer.reports import EffectLog
-from kvatlas.indexer.stimuli import Effect, ReportRejected, ReportTrust
+from kvatlas.indexer.fold.stimuli import Effect, ReportRejected, ReportTrust
+from kvatlas.indexer.service.fold_log import EffectLog
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.worker_hooks.log_lines import FewAlike
@@ -18,7 +18,7 @@ import logging
 from kvatlas.worker_hooks.log_lines import write_log_lines
 
 write_log_lines("router")
-for name in ("kvatlas.events.nats_connection", "uvicorn.error", "asyncio"):
+for name in ("kvatlas.events.nats.connection", "uvicorn.error", "asyncio"):
     logging.getLogger(name).info("news of %s", name)
 logging.getLogger("asyncio").warning("slow")
 """
@@ -30,7 +30,7 @@ def test_a_line_says_when_who_and_how_bad_and_good_news_of_others_are_left_out()
     )
     ours, others = ended.stderr.splitlines()
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
-    assert re.fullmatch(f"{when} router INFO news of kvatlas.events.nats_connection", ours)
+    assert re.fullmatch(f"{when} router INFO news of kvatlas.events.nats.connection", ours)
     assert re.fullmatch(f"{when} router WARNING slow", others)
 
 

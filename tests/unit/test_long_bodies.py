@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.indexer import kernel, prompt_kernel
-from kvatlas.router import bodies
-from kvatlas.router.requests import decode_score_request
+from kvatlas.indexer import prompt_kernel
+from kvatlas.indexer.index import kernel
+from kvatlas.router.http.bodies import bodies
+from kvatlas.router.http.bodies.decoding import decode_score_request
 from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge
 from kvatlas.schemas.settings import RouterSettings
 

@@ -16,13 +16,18 @@ from kvatlas.schemas.hashing import BlockHasher, Extra, pack_tokens
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import NamespaceSeen
 from kvatlas.worker_hooks.bridge.observed import FirstBlocks, PayloadReader
-from kvatlas.worker_hooks.captures import Frame
-from kvatlas.worker_hooks.decoding import DecodeOptions, Decoding
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.vllm import FIELDS_OF, VllmAdapter
-from kvatlas.worker_hooks.raw_events import RawStored, RawStoredAhead, decode_raw, encode_raw
-from kvatlas.worker_hooks.redaction import Redactor
-from testkit.edges import doubts, held
+from kvatlas.worker_hooks.raw_events import (
+    RawStored,
+    RawStoredAhead,
+    decode_raw,
+    encode_raw,
+)
+from kvatlas.worker_hooks.recordings.captures import Frame
+from kvatlas.worker_hooks.recordings.decoding import DecodeOptions, Decoding
+from kvatlas.worker_hooks.recordings.redaction import Redactor
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from testkit.trackers import doubts, held
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_0_33_batches.json"
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
@@ -49,9 +54,9 @@ def names_of(case: dict[str, Any]) -> set[bytes]:
     return {block for chain in chains for block in split_hashes(chain)}
 
 
-def told(edge: Edge, *payloads: bytes) -> list[Any]:
+def told(tracker: EngineStateTracker, *payloads: bytes) -> list[Any]:
     adapter = VllmAdapter()
-    return [event for each in payloads for event in edge.handle(adapter.decode(each).events)]
+    return [event for each in payloads for event in tracker.handle(adapter.decode(each).events)]
 
 
 def as_arrays(payload: bytes) -> bytes:
@@ -66,31 +71,31 @@ def as_arrays(payload: bytes) -> bytes:
 @cases
 @pytest.mark.parametrize("form", [bytes, as_arrays], ids=["maps", "arrays"])
 def test_blocks_have_the_names_that_a_router_gives_them(case: dict[str, Any], form: Any) -> None:
-    edge = Edge("m", descriptor_of(case))
+    tracker = EngineStateTracker("m", descriptor_of(case))
     payloads = [form(payload) for payload in payloads_of(case)]
     for payload in payloads:
         assert VllmAdapter().decode(payload).rejected == []
-    told(edge, *payloads)
-    assert held(edge) == names_of(case)
-    assert edge.doubt == ""
-    hashes = edge.resident()[0][Tier.hbm]
+    told(tracker, *payloads)
+    assert held(tracker) == names_of(case)
+    assert tracker.degraded_reason == ""
+    hashes = tracker.resident()[0][Tier.hbm]
     found = [each.hex() if isinstance(each, bytes) else each for each in hashes]
     assert sorted(found, key=str) == sorted(case["engine_hashes"], key=str)
 
 
 def test_equal_tokens_with_other_successors_are_two_blocks_and_the_right_one_goes() -> None:
-    edge = Edge("m", descriptor_of(SUCCESSORS))
-    told(edge, *payloads_of(SUCCESSORS))
+    tracker = EngineStateTracker("m", descriptor_of(SUCCESSORS))
+    told(tracker, *payloads_of(SUCCESSORS))
     one, other = SUCCESSORS["prompts"]
     assert one[:-1] == other[:-1]
-    assert edge.residency.digest(Tier.hbm).count == 3
-    told(edge, *payloads_of(BY_NAME["the one of two with equal tokens is removed"])[2:])
-    assert held(edge) == names_of(SUCCESSORS | {"prompts": [other]})
+    assert tracker.residency.digest(Tier.hbm).count == 3
+    told(tracker, *payloads_of(BY_NAME["the one of two with equal tokens is removed"])[2:])
+    assert held(tracker) == names_of(SUCCESSORS | {"prompts": [other]})
 
 
 def test_the_lookahead_is_in_the_root_and_in_what_the_log_says_of_it() -> None:
-    edge = Edge("m", descriptor_of(SUCCESSORS))
-    (seen,) = [e for e in told(edge, *payloads_of(SUCCESSORS)) if isinstance(e, NamespaceSeen)]
+    tracker = EngineStateTracker("m", descriptor_of(SUCCESSORS))
+    (seen,) = [e for e in told(tracker, *payloads_of(SUCCESSORS)) if isinstance(e, NamespaceSeen)]
     assert seen.lookahead_tokens == 1
     assert seen.root == NamespaceDescriptor(4, lookahead_tokens=1).namespace("m", None, None).root()
     assert seen.root != NamespaceDescriptor(4).namespace("m", None, None).root()
@@ -107,11 +112,11 @@ def test_the_lookahead_is_in_the_root_and_in_what_the_log_says_of_it() -> None:
 def test_another_lookahead_than_configured_is_said_with_the_flag_and_names_nothing(
     name: str, configured: int, found: int
 ) -> None:
-    edge = Edge("m", NamespaceDescriptor(4, lookahead_tokens=configured))
-    (reason,) = doubts(told(edge, payloads_of(BY_NAME[name])[0]))
+    tracker = EngineStateTracker("m", NamespaceDescriptor(4, lookahead_tokens=configured))
+    (reason,) = doubts(told(tracker, payloads_of(BY_NAME[name])[0]))
     assert f"cover {found} tokens behind a block, configured are {configured}" in reason
     assert f"--lookahead-tokens {found}" in reason
-    assert held(edge) == set()
+    assert held(tracker) == set()
 
 
 @pytest.mark.parametrize(
@@ -127,9 +132,9 @@ def test_a_window_that_is_not_full_names_nothing_and_is_held(lists: Any) -> None
     payload = msgspec.msgpack.encode([0.0, [event], 0])
     (rejected,) = VllmAdapter().decode(payload).rejected
     assert rejected.kind in ("lookahead", "malformed", "token_text")
-    edge = Edge("m", NamespaceDescriptor(2, lookahead_tokens=1))
-    told(edge, payload)
-    assert (held(edge), edge.num_blocks, edge.doubt) == (set(), 2, "")
+    tracker = EngineStateTracker("m", NamespaceDescriptor(2, lookahead_tokens=1))
+    told(tracker, payload)
+    assert (held(tracker), tracker.num_blocks, tracker.degraded_reason) == (set(), 2, "")
 
 
 def test_embeddings_under_a_lookahead_name_nothing() -> None:
@@ -163,7 +168,7 @@ def test_what_lies_behind_a_first_block_tells_no_engine_from_another() -> None:
         observed = reader(msgspec.msgpack.encode([0.0, [event | more], 0]))
         assert (observed.block_tokens, observed.lookahead_tokens) == (4, 1)
         assert not firsts.contradict(observed)
-        firsts.take(observed)
+        firsts.observe(observed)
 
 
 @cases
@@ -177,9 +182,9 @@ def test_a_redacted_recording_has_no_token_and_comes_to_as_many_blocks(
             lists = [event.get("token_ids", []), *(event.get("lookahead_token_ids") or [])]
             said = {token for each in lists for token in each}
             assert not said & {token for prompt in case["prompts"] for token in prompt}
-    edge = Edge("m", descriptor_of(case))
-    told(edge, *redacted)
-    assert edge.residency.digest(Tier.hbm).count == len(names_of(case))
+    tracker = EngineStateTracker("m", descriptor_of(case))
+    told(tracker, *redacted)
+    assert tracker.residency.digest(Tier.hbm).count == len(names_of(case))
 
 
 def test_a_redacted_array_has_no_token_either() -> None:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from kvatlas.events.bus import Message, Publisher
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
-from kvatlas.events.memory_stream import Faults
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.stream import Faults
 from kvatlas.events.streams import (
     KV_DEAD_LETTERS,
     KV_DECISIONS,

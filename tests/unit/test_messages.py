@@ -8,8 +8,8 @@ from fastapi import FastAPI, Response
 
 from kvatlas.__main__ import main
 from kvatlas.doctor.run import DoctorOptions, run_doctor
-from kvatlas.http_server import bound_socket
-from kvatlas.reference_http import create_worker_app
+from kvatlas.reference.http import create_worker_app
+from kvatlas.runtime.http_server import bound_socket
 from kvatlas.schemas.errors import InvalidSetting
 from testkit.server import served
 
@@ -44,7 +44,7 @@ def test_what_is_missing_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("KVATLAS_NATS__URL", raising=False)
-    monkeypatch.setattr("kvatlas.commands.write_log_lines", lambda _: None)
+    monkeypatch.setattr("kvatlas.cli.commands.write_log_lines", lambda _: None)
     assert main(arguments) == 1
     assert capsys.readouterr().err == f"kvatlas: {line}\n"
 

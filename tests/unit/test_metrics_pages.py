@@ -7,21 +7,21 @@ from typing import Any
 import msgspec
 from prometheus_client import generate_latest
 
-from kvatlas.events.archiver import Archiver
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.archive.archiver import Archiver
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.dead_letter_metrics import DeadLetterCollector
-from kvatlas.indexer.dead_letter_writing import DeadLetterSettings
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.snapshot_metrics import SnapshotCollector
-from kvatlas.indexer.snapshot_writing import SnapshotSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
-from kvatlas.router.archive_app import ArchiveCollector
-from kvatlas.router.http.hosts import HostRules
-from kvatlas.router.http.limits import Bounds, HttpLimits
-from kvatlas.worker_hooks import sidecar_metrics
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.dead_letter_metrics import DeadLetterCollector
+from kvatlas.indexer.service.dead_letters import DeadLetterSettings
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.snapshot_metrics import SnapshotCollector
+from kvatlas.indexer.snapshots.writing import SnapshotSettings
+from kvatlas.router.http.app import create_app
+from kvatlas.router.http.archive_app import ArchiveCollector
+from kvatlas.router.http.server.hosts import HostRules
+from kvatlas.router.http.server.limits import Bounds, HttpLimits
+from kvatlas.worker_hooks.sidecar import metrics as sidecar_metrics
 from testkit.fleet import Fleet, StillFeed
 
 ROOT = Path(__file__).parents[2]

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.live import LiveIndex
+from kvatlas.indexer.fold.state import IndexState
 from kvatlas.indexer.reader import InstanceView
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
-from kvatlas.router.requests import HashedPrompt, ScoreRequest
+from kvatlas.indexer.trust_overlay import TrustOverlay
+from kvatlas.router.decision.requests import HashedPrompt, ScoreRequest
+from kvatlas.router.http.app import create_app
 from kvatlas.schemas.errors import NoCandidate
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.schemas.kv_events import NamespacesMuted
+from kvatlas.schemas.kv_events import NamespacesOverBudget
 from kvatlas.schemas.routing import CandidateScore
 from testkit.fleet import MODEL, Fleet, a_prompt, a_request
 
@@ -47,7 +47,7 @@ def fleet() -> Fleet:
         fleet.up(worker)
         fleet.holds(worker, PROMPT)
         fleet.holds(worker, PROMPT, cache_salt="tenant")
-    fleet.tell("w1", NamespacesMuted(root_of(fleet, "tenant"), WHY))
+    fleet.tell("w1", NamespacesOverBudget(root_of(fleet, "tenant"), WHY))
     return fleet
 
 
@@ -77,7 +77,7 @@ def test_an_end_of_the_mute_is_an_end_of_the_doubt(fleet: Fleet) -> None:
     assert (
         MUTED in trusts({each.worker: each for each in router.score(request).candidates}).values()
     )
-    fleet.tell("w1", NamespacesMuted(b""))
+    fleet.tell("w1", NamespacesOverBudget(b""))
     after = {each.worker: each for each in router.score(request).candidates}
     assert trusts(after) == {"w1": EXACT, "w2": EXACT}
 
@@ -93,7 +93,7 @@ def test_the_fleet_key_is_part_of_the_root_that_is_asked_about() -> None:
     fleet = Fleet()
     fleet.up("w1")
     keyed = root_of(fleet, "tenant", fleet_key=b"key")
-    fleet.tell("w1", NamespacesMuted(keyed, WHY))
+    fleet.tell("w1", NamespacesOverBudget(keyed, WHY))
     request = a_request(PROMPT, cache_salt="tenant")
     (with_key,) = fleet.router(fleet_key=b"key").score(request).candidates
     (without,) = fleet.router().score(request).candidates
@@ -105,14 +105,14 @@ def test_each_group_of_workers_has_a_root_of_its_own() -> None:
     fleet.up("w1", block_tokens=16)
     fleet.up("w2", block_tokens=32)
     for worker in ("w1", "w2"):
-        fleet.tell(worker, NamespacesMuted(root_of(fleet, worker="w2"), WHY))
+        fleet.tell(worker, NamespacesOverBudget(root_of(fleet, worker="w2"), WHY))
     assert trusts(score(fleet, a_request(PROMPT))) == {"w1": EXACT, "w2": MUTED}
 
 
 def test_who_asks_for_exact_ones_is_not_sent_to_a_muted_one(fleet: Fleet) -> None:
     exact_only = a_request(PROMPT, cache_salt="tenant", requires_exact=True)
     assert trusts(score(fleet, exact_only)) == {"w2": EXACT}
-    fleet.tell("w2", NamespacesMuted(root_of(fleet, "tenant"), WHY))
+    fleet.tell("w2", NamespacesOverBudget(root_of(fleet, "tenant"), WHY))
     with pytest.raises(NoCandidate, match="exact"):
         fleet.router().score(exact_only)
 
@@ -120,7 +120,7 @@ def test_who_asks_for_exact_ones_is_not_sent_to_a_muted_one(fleet: Fleet) -> Non
 def test_a_decision_says_why_its_worker_is_not_exact() -> None:
     fleet = Fleet()
     fleet.up("w1")
-    fleet.tell("w1", NamespacesMuted(root_of(fleet), WHY))
+    fleet.tell("w1", NamespacesOverBudget(root_of(fleet), WHY))
     router = fleet.router()
     answer = router.route(a_request(PROMPT))
     assert answer.trust is Trust.degraded
@@ -142,8 +142,8 @@ def test_the_worse_of_muted_and_what_time_says_counts(
     fleet: Fleet, is_catching_up: bool, is_silent: bool, trust: Trust
 ) -> None:
     router = fleet.router()
-    live = LiveIndex(fleet.state)
-    live.lay(is_catching_up, frozenset([W1] if is_silent else []))
+    live = TrustOverlay(fleet.state)
+    live.update_trust(is_catching_up, frozenset([W1] if is_silent else []))
     router._candidates._index = live
     request = a_request(PROMPT, cache_salt="tenant")
     found = {each.worker: each.trust for each in router.score(request).candidates}
@@ -169,10 +169,10 @@ async def test_workers_lists_muted_roots_and_no_salt(fleet: Fleet) -> None:
 
 def test_what_is_said_again_is_no_news(fleet: Fleet) -> None:
     version, mutes = fleet.state.fleet_version, fleet.state.stats().namespace_mutes
-    again = NamespacesMuted(root_of(fleet, "tenant"), WHY)
+    again = NamespacesOverBudget(root_of(fleet, "tenant"), WHY)
     fleet.tell("w1", again)
     assert (fleet.state.fleet_version, fleet.state.stats().namespace_mutes) == (version, mutes)
-    fleet.tell("w1", NamespacesMuted(root_of(fleet) + again.roots, WHY))
+    fleet.tell("w1", NamespacesOverBudget(root_of(fleet) + again.roots, WHY))
     assert fleet.state.fleet_version > version
     assert fleet.state.stats().namespace_mutes == mutes + 1
 
@@ -180,7 +180,7 @@ def test_what_is_said_again_is_no_news(fleet: Fleet) -> None:
 def test_a_snapshot_keeps_what_is_muted() -> None:
     fleet = Fleet(FlatRadixIndex())
     fleet.up("w1")
-    fleet.tell("w1", NamespacesMuted(root_of(fleet), WHY))
+    fleet.tell("w1", NamespacesOverBudget(root_of(fleet), WHY))
     restored = IndexState(FlatRadixIndex())
     restored.restore(fleet.state.export()())
     view = restored.instance(W1)

@@ -9,15 +9,12 @@ from kvatlas.schemas.kv_events import (
     BlockRemoved,
     BlockStored,
     Digest,
-    Doubted,
     Inventory,
     KvEvent,
-    NamespacesMuted,
+    NamespacesOverBudget,
+    SourceDegraded,
     WorkerUp,
 )
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgetSettings
-from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import (
     RawCleared,
     RawDoubted,
@@ -27,7 +24,10 @@ from kvatlas.worker_hooks.raw_events import (
     RawStored,
     encode_raw,
 )
-from kvatlas.worker_hooks.reporter import Reporter
+from kvatlas.worker_hooks.reporting.engine_state.namespace_budgets import NamespaceBudgetSettings
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.outbox import Outbox
+from kvatlas.worker_hooks.reporting.reporter import Reporter
 from testkit.builders import up
 from testkit.engine_words import (
     BLOCK_TOKENS,
@@ -44,12 +44,12 @@ WHY = "more than 10 blocks/s"
 
 
 @pytest.fixture
-def edge() -> Edge:
-    return Edge(MODEL, DESCRIPTOR)
+def tracker() -> EngineStateTracker:
+    return EngineStateTracker(MODEL, DESCRIPTOR)
 
 
-def told(edge: Edge, tier: Tier = Tier.hbm) -> set[bytes]:
-    return {block for block, _ in edge.residency.blocks(tier)}
+def told(tracker: EngineStateTracker, tier: Tier = Tier.hbm) -> set[bytes]:
+    return {block for block, _ in tracker.residency.blocks(tier)}
 
 
 def tenants(*names: int, parent: int | None = None) -> RawStored:
@@ -62,137 +62,147 @@ def tenants(*names: int, parent: int | None = None) -> RawStored:
 # --- the edge ------------------------------------------------------------------------------------
 
 
-def test_what_comes_to_a_muted_namespace_is_withheld_and_others_are_told(edge: Edge) -> None:
-    edge.handle([tenants(1)])
-    assert edge.mute([SALTED], WHY) == [NamespacesMuted(SALTED, WHY)]
-    assert edge.handle([tenants(2, 3, parent=1)]) == []
-    events = edge.handle([stored(1, 2)])
+def test_what_comes_to_a_muted_namespace_is_withheld_and_others_are_told(
+    tracker: EngineStateTracker,
+) -> None:
+    tracker.handle([tenants(1)])
+    assert tracker.mark_over_budget([SALTED], WHY) == [NamespacesOverBudget(SALTED, WHY)]
+    assert tracker.handle([tenants(2, 3, parent=1)]) == []
+    events = tracker.handle([stored(1, 2)])
     assert BlockStored(PLAIN, b"".join(chain_of(1, 2))) in events
-    assert told(edge) == {*chain_of(1, salt="tenant"), *chain_of(1, 2)}
-    assert edge.digests()[Tier.hbm] == Digest(Tier.hbm, *digest_of(told(edge)))
-    assert (edge.counters.withheld_blocks, edge.counters.namespace_mutes) == (2, 1)
-    assert edge.num_named(Tier.hbm) == 5
+    assert told(tracker) == {*chain_of(1, salt="tenant"), *chain_of(1, 2)}
+    assert tracker.digests()[Tier.hbm] == Digest(Tier.hbm, *digest_of(told(tracker)))
+    assert (tracker.counters.withheld_blocks, tracker.counters.namespace_mutes) == (2, 1)
+    assert tracker.num_named(Tier.hbm) == 5
 
 
-def test_removals_of_what_was_told_are_told_and_of_what_was_withheld_are_not(edge: Edge) -> None:
-    edge.handle([tenants(1)])
-    edge.mute([SALTED], WHY)
-    edge.handle([tenants(2, parent=1)])
-    assert edge.handle([removed(102)]) == []
+def test_removals_of_what_was_told_are_told_and_of_what_was_withheld_are_not(
+    tracker: EngineStateTracker,
+) -> None:
+    tracker.handle([tenants(1)])
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.handle([tenants(2, parent=1)])
+    assert tracker.handle([removed(102)]) == []
     (one,) = chain_of(1, salt="tenant")
-    assert edge.handle([removed(101)]) == [BlockRemoved(SALTED, one)]
-    assert edge.num_named(Tier.hbm) == 0
-    edge.unmute([SALTED])
-    assert told(edge) == set()
+    assert tracker.handle([removed(101)]) == [BlockRemoved(SALTED, one)]
+    assert tracker.num_named(Tier.hbm) == 0
+    tracker.clear_over_budget([SALTED])
+    assert told(tracker) == set()
 
 
-def test_a_block_that_was_told_and_comes_again_is_withheld(edge: Edge) -> None:
-    edge.handle([tenants(1)])
-    edge.mute([SALTED], WHY)
-    edge.handle([removed(101)])
-    assert edge.handle([tenants(1)]) == []
-    edge.unmute([SALTED])
-    assert told(edge) == set(chain_of(1, salt="tenant"))
+def test_a_block_that_was_told_and_comes_again_is_withheld(tracker: EngineStateTracker) -> None:
+    tracker.handle([tenants(1)])
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.handle([removed(101)])
+    assert tracker.handle([tenants(1)]) == []
+    tracker.clear_over_budget([SALTED])
+    assert told(tracker) == set(chain_of(1, salt="tenant"))
 
 
-def test_a_further_copy_of_what_was_told_is_no_news_and_not_withheld(edge: Edge) -> None:
-    edge.handle([tenants(1)])
-    edge.mute([SALTED], WHY)
-    edge.handle([RawStored((777,), None, tokens_of(1), cache_salt="tenant")])
-    assert edge.counters.withheld_blocks == 0
-    assert edge.handle([removed(101)]) == []
+def test_a_further_copy_of_what_was_told_is_no_news_and_not_withheld(
+    tracker: EngineStateTracker,
+) -> None:
+    tracker.handle([tenants(1)])
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.handle([RawStored((777,), None, tokens_of(1), cache_salt="tenant")])
+    assert tracker.counters.withheld_blocks == 0
+    assert tracker.handle([removed(101)]) == []
     (one,) = chain_of(1, salt="tenant")
-    assert edge.handle([removed(777)]) == [BlockRemoved(SALTED, one)]
+    assert tracker.handle([removed(777)]) == [BlockRemoved(SALTED, one)]
 
 
-def test_further_copies_of_withheld_blocks_are_counted_over_the_end_of_a_mute(edge: Edge) -> None:
-    edge.mute([SALTED], WHY)
+def test_further_copies_of_withheld_blocks_are_counted_over_the_end_of_a_mute(
+    tracker: EngineStateTracker,
+) -> None:
+    tracker.mark_over_budget([SALTED], WHY)
     twin = RawStored((777,), None, tokens_of(1), cache_salt="tenant")
-    edge.handle([tenants(1), twin])
-    edge.unmute([SALTED])
-    assert edge.handle([removed(101)]) == []
+    tracker.handle([tenants(1), twin])
+    tracker.clear_over_budget([SALTED])
+    assert tracker.handle([removed(101)]) == []
     (one,) = chain_of(1, salt="tenant")
-    assert edge.handle([removed(777)]) == [BlockRemoved(SALTED, one)]
+    assert tracker.handle([removed(777)]) == [BlockRemoved(SALTED, one)]
 
 
-def test_one_namespace_speaks_again_while_another_stays_muted(edge: Edge) -> None:
-    edge.mute([SALTED, PLAIN], WHY)
-    edge.handle([tenants(1), stored(1)])
-    edge.unmute([PLAIN])
-    assert told(edge) == set(chain_of(1))
-    assert edge.caveats() == [NamespacesMuted(SALTED, WHY)]
-    edge.unmute([SALTED])
-    assert edge.caveats() == []
-    assert edge.caveats(even_none=True) == [NamespacesMuted(b"")]
+def test_one_namespace_speaks_again_while_another_stays_muted(tracker: EngineStateTracker) -> None:
+    tracker.mark_over_budget([SALTED, PLAIN], WHY)
+    tracker.handle([tenants(1), stored(1)])
+    tracker.clear_over_budget([PLAIN])
+    assert told(tracker) == set(chain_of(1))
+    assert tracker.degradation_notices() == [NamespacesOverBudget(SALTED, WHY)]
+    tracker.clear_over_budget([SALTED])
+    assert tracker.degradation_notices() == []
+    assert tracker.degradation_notices(even_none=True) == [NamespacesOverBudget(b"")]
 
 
-def test_who_was_never_muted_in_an_epoch_says_nothing_of_it(edge: Edge) -> None:
-    assert edge.caveats(even_none=True) == []
-    edge.mute([SALTED], WHY)
-    edge.unmute([SALTED])
-    edge.begin_epoch()
-    assert edge.caveats(even_none=True) == []
+def test_who_was_never_muted_in_an_epoch_says_nothing_of_it(tracker: EngineStateTracker) -> None:
+    assert tracker.degradation_notices(even_none=True) == []
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.clear_over_budget([SALTED])
+    tracker.begin_epoch()
+    assert tracker.degradation_notices(even_none=True) == []
 
 
-def test_what_is_cleared_is_withheld_no_longer(edge: Edge) -> None:
-    edge.handle([tenants(1)])
-    edge.mute([SALTED], WHY)
-    edge.handle([tenants(2, parent=1)])
-    assert edge.handle([RawCleared(None)]) == [AllBlocksCleared(None)]
-    edge.unmute([SALTED])
-    assert told(edge) == set()
+def test_what_is_cleared_is_withheld_no_longer(tracker: EngineStateTracker) -> None:
+    tracker.handle([tenants(1)])
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.handle([tenants(2, parent=1)])
+    assert tracker.handle([RawCleared(None)]) == [AllBlocksCleared(None)]
+    tracker.clear_over_budget([SALTED])
+    assert told(tracker) == set()
 
 
-def test_a_withheld_block_is_not_disowned(edge: Edge) -> None:
-    edge.mute([SALTED], WHY)
-    edge.handle([tenants(1)])
-    assert edge.disown(b"".join(chain_of(1, salt="tenant"))) == []
-    assert edge.disown(b"".join(chain_of(9))) != []
+def test_a_withheld_block_is_not_disowned(tracker: EngineStateTracker) -> None:
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.handle([tenants(1)])
+    assert tracker.retract(b"".join(chain_of(1, salt="tenant"))) == []
+    assert tracker.retract(b"".join(chain_of(9))) != []
 
 
 def test_blocks_of_the_pool_are_withheld_too() -> None:
-    edge = Edge(MODEL, DESCRIPTOR, has_pool=True)
+    tracker = EngineStateTracker(MODEL, DESCRIPTOR, has_pool=True)
     chain = chain_of(1, 2, salt="tenant")
-    edge.handle([tenants(1, 2)])
-    edge.move_pooled(chain[:1], [])
-    edge.mute([SALTED], WHY)
-    assert edge.move_pooled(chain[1:], []) == []
-    assert edge.move_pooled([], chain[:1]) == [BlockRemoved(SALTED, chain[0], Tier.dram)]
-    edge.unmute([SALTED])
-    assert told(edge, Tier.dram) == {chain[1]}
+    tracker.handle([tenants(1, 2)])
+    tracker.move_pooled(chain[:1], [])
+    tracker.mark_over_budget([SALTED], WHY)
+    assert tracker.move_pooled(chain[1:], []) == []
+    assert tracker.move_pooled([], chain[:1]) == [BlockRemoved(SALTED, chain[0], Tier.dram)]
+    tracker.clear_over_budget([SALTED])
+    assert told(tracker, Tier.dram) == {chain[1]}
 
 
 def test_the_pool_of_a_muted_namespace_is_withheld_after_a_clearing() -> None:
-    edge = Edge(MODEL, DESCRIPTOR, has_pool=True)
+    tracker = EngineStateTracker(MODEL, DESCRIPTOR, has_pool=True)
     chain = chain_of(1, salt="tenant")
-    edge.handle([tenants(1)])
-    edge.move_pooled(chain, [])
-    edge.mute([SALTED], WHY)
-    assert edge.handle([RawCleared(None)]) == [AllBlocksCleared(None)]
-    edge.unmute([SALTED])
-    assert told(edge, Tier.dram) == set(chain)
+    tracker.handle([tenants(1)])
+    tracker.move_pooled(chain, [])
+    tracker.mark_over_budget([SALTED], WHY)
+    assert tracker.handle([RawCleared(None)]) == [AllBlocksCleared(None)]
+    tracker.clear_over_budget([SALTED])
+    assert told(tracker, Tier.dram) == set(chain)
 
 
 def test_reuse_points_are_withheld_with_their_blocks() -> None:
-    edge = Edge(MODEL, DESCRIPTOR)
-    edge.handle([RawGroupSeen(1, "sliding_window", window_tokens=BLOCK_TOKENS + 1)])
-    edge.mute([SALTED], WHY)
+    tracker = EngineStateTracker(MODEL, DESCRIPTOR)
+    tracker.handle([RawGroupSeen(1, "sliding_window", window_tokens=BLOCK_TOKENS + 1)])
+    tracker.mark_over_budget([SALTED], WHY)
     window = RawStored((101,), None, b"", group=1)
-    assert edge.handle([tenants(1), window]) == []
-    assert edge.num_named(Tier.hbm) == 2
-    edge.unmute([SALTED])
-    assert len(told(edge)) == 2
+    assert tracker.handle([tenants(1), window]) == []
+    assert tracker.num_named(Tier.hbm) == 2
+    tracker.clear_over_budget([SALTED])
+    assert len(told(tracker)) == 2
 
 
 def test_the_namespace_of_a_withheld_block_is_not_forgotten() -> None:
-    edge = Edge(MODEL, DESCRIPTOR, has_pool=True)
-    edge.handle([tenants(1)])
-    edge.mute([SALTED], WHY)
-    edge.move_pooled(chain_of(1, salt="tenant"), [])
-    edge.handle([removed(101)])  # held in the pool only, and nobody has been told of that
-    edge._telling.namespaces._prune()
-    edge.unmute([SALTED])
-    assert [event.root for event in edge.inventory(1) if isinstance(event, Inventory)][1] == SALTED
+    tracker = EngineStateTracker(MODEL, DESCRIPTOR, has_pool=True)
+    tracker.handle([tenants(1)])
+    tracker.mark_over_budget([SALTED], WHY)
+    tracker.move_pooled(chain_of(1, salt="tenant"), [])
+    tracker.handle([removed(101)])  # held in the pool only, and nobody has been told of that
+    tracker._publication.namespaces._prune()
+    tracker.clear_over_budget([SALTED])
+    assert [event.root for event in tracker.inventory(1) if isinstance(event, Inventory)][
+        1
+    ] == SALTED
 
 
 # --- the reporter --------------------------------------------------------------------------------
@@ -202,10 +212,10 @@ class Reporting:
     """A reporter with its outbox; a namespace may tell 4 blocks at once, and 1 a second."""
 
     def __init__(self, *, tells_mutes: bool = True, coalesce_bytes: int = 65_536) -> None:
-        self.edge = Edge(MODEL, DESCRIPTOR, tells_mutes=tells_mutes)
+        self.tracker = EngineStateTracker(MODEL, DESCRIPTOR, tells_mutes=tells_mutes)
         self.outbox = Outbox(InstanceId("w1", 0), up(MODEL), coalesce_bytes=coalesce_bytes)
         budgets = NamespaceBudgetSettings(blocks_per_second=1.0, burst_blocks=4.0)
-        self.reporter = Reporter(self.edge, self.outbox, budgets)
+        self.reporter = Reporter(self.tracker, self.outbox, budgets)
         self.reporter.begin_epoch(1)
         self.said()
 
@@ -216,13 +226,13 @@ class Reporting:
     def said(self) -> list[KvEvent]:
         self.outbox.seal()
         events: list[KvEvent] = []
-        while (batch := self.outbox.take(0.0, 0)) is not None:
+        while (batch := self.outbox.next_batch(0.0, 0)) is not None:
             events += batch.events
         return events
 
 
 def mutes_in(events: list[KvEvent]) -> list[bytes]:
-    return [event.roots for event in events if isinstance(event, NamespacesMuted)]
+    return [event.roots for event in events if isinstance(event, NamespacesOverBudget)]
 
 
 def test_who_tells_too_much_is_muted_after_it_and_speaks_again_with_an_inventory() -> None:
@@ -234,19 +244,19 @@ def test_who_tells_too_much_is_muted_after_it_and_speaks_again_with_an_inventory
     ]
     *_, stores, mute = reporting.said()
     assert isinstance(stores, BlockStored)
-    assert mute == NamespacesMuted(SALTED, "more than 1 blocks/s")
+    assert mute == NamespacesOverBudget(SALTED, "more than 1 blocks/s")
     reporting.report(tenants(6, parent=5), now=2.5)
     assert reporting.said() == []
     assert reporting.reporter.counters()["muted_namespaces"] == 1
     assert reporting.reporter.keep_budgets(3.0) == [f"namespace {SALTED.hex()} is muted no longer"]
     again = reporting.said()
     assert isinstance(again[0], WorkerUp)
-    at_end = again.index(NamespacesMuted(b""))
+    at_end = again.index(NamespacesOverBudget(b""))
     assert all(type(event) is Digest for event in again[at_end + 1 :])
     inventories = [event for event in again[:at_end] if isinstance(event, Inventory)]
     six = b"".join(chain_of(1, 2, 3, 4, 5, 6, salt="tenant"))
     assert six in [inventory.hashes for inventory in inventories]
-    assert Digest(Tier.hbm, *digest_of(told(reporting.edge))) in again
+    assert Digest(Tier.hbm, *digest_of(told(reporting.tracker))) in again
     assert reporting.reporter.keep_budgets(4.0) == []
 
 
@@ -258,9 +268,9 @@ def test_removals_count_as_well() -> None:
 
 def test_blocks_of_the_pool_count_as_well() -> None:
     reporting = Reporting()
-    reporting.edge = Edge(MODEL, DESCRIPTOR, has_pool=True)
+    reporting.tracker = EngineStateTracker(MODEL, DESCRIPTOR, has_pool=True)
     budgets = NamespaceBudgetSettings(blocks_per_second=1.0, burst_blocks=4.0)
-    reporting.reporter = Reporter(reporting.edge, reporting.outbox, budgets)
+    reporting.reporter = Reporter(reporting.tracker, reporting.outbox, budgets)
     assert reporting.report(tenants(1, 2, 3)) == []
     reporting.reporter.move_pooled(chain_of(1, 2, salt="tenant"), [])
     assert reporting.reporter.keep_budgets(0.0) != []
@@ -274,7 +284,7 @@ def test_what_is_muted_stands_before_every_round_of_digests() -> None:
     assert mutes_in(reporting.said()[:1]) == [SALTED]
     reporting.reporter.put_inventory()
     events = reporting.said()
-    at = events.index(NamespacesMuted(SALTED, "more than 1 blocks/s"))
+    at = events.index(NamespacesOverBudget(SALTED, "more than 1 blocks/s"))
     assert isinstance(events[at - 1], Inventory)
     assert isinstance(events[at + 1], Digest)
 
@@ -284,7 +294,7 @@ def test_what_is_muted_and_the_digests_are_lost_together_or_not_at_all() -> None
     reporting.report(tenants(1, 2, 3, 4, 5))
     reporting.said()
     reporting.reporter.put_digests()
-    batch = reporting.outbox.take(0.0, 0)
+    batch = reporting.outbox.next_batch(0.0, 0)
     assert batch is not None
     assert mutes_in(list(batch.events)) == [SALTED]
     assert len(batch.events) == 1 + len(Tier)
@@ -317,12 +327,14 @@ def test_who_knows_no_mutes_is_told_by_a_doubt_that_ends_after_the_inventory() -
     reporting = Reporting(tells_mutes=False)
     reporting.report(tenants(1, 2, 3, 4, 5))
     doubt = reporting.said()[-1]
-    assert doubt == Doubted(f"namespace {SALTED.hex()} over its budget: more than 1 blocks/s")
+    assert doubt == SourceDegraded(
+        f"namespace {SALTED.hex()} over its budget: more than 1 blocks/s"
+    )
     reporting.reporter.put_digests()
     assert reporting.said()[0] == doubt  # lest equal digests end a loss of it
     reporting.reporter.keep_budgets(1.0)
     events = reporting.said()
-    at_end = events.index(Doubted(""))
+    at_end = events.index(SourceDegraded(""))
     assert isinstance(events[at_end - 1], Inventory)
     assert mutes_in(events) == []
 
@@ -332,16 +344,16 @@ def test_a_doubt_stands_before_every_round_of_digests_until_an_inventory_ends_it
     reporting.report(RawDoubted("lost 3 to 9"))
     reporting.said()
     reporting.reporter.put_digests()
-    assert reporting.said()[0] == Doubted("lost 3 to 9")
+    assert reporting.said()[0] == SourceDegraded("lost 3 to 9")
     reporting.report(RawDoubted(""))
     reporting.said()
     reporting.reporter.put_digests()
     assert {type(event) for event in reporting.said()} == {Digest}
     reporting.reporter.put_inventory()  # for whoever has missed that it is over
-    assert Doubted("") in reporting.said()
+    assert SourceDegraded("") in reporting.said()
     reporting.reporter.begin_epoch(2)
     reporting.reporter.put_inventory()
-    assert Doubted("") not in reporting.said()
+    assert SourceDegraded("") not in reporting.said()
 
 
 def test_a_doubt_for_a_mute_stands_beside_one_for_a_loss() -> None:
@@ -350,12 +362,14 @@ def test_a_doubt_for_a_mute_stands_beside_one_for_a_loss() -> None:
     reporting.said()
     reporting.report(RawDoubted(""))
     assert reporting.said() == [
-        Doubted(f"namespace {SALTED.hex()} over its budget: more than 1 blocks/s")
+        SourceDegraded(f"namespace {SALTED.hex()} over its budget: more than 1 blocks/s")
     ]
     reporting.report(RawRestarted("health"))
     reporting.reporter.begin_epoch(2)
     reporting.reporter.put_inventory()
-    assert any(isinstance(e, Doubted) and "over its budget" in e.reason for e in reporting.said())
+    assert any(
+        isinstance(e, SourceDegraded) and "over its budget" in e.reason for e in reporting.said()
+    )
 
 
 def test_mutes_end_one_inventory_at_a_time_however_many_there_are() -> None:

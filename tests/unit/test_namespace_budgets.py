@@ -4,9 +4,12 @@ import msgspec
 import pytest
 
 from kvatlas.schemas.settings import SidecarSettings
-from kvatlas.worker_hooks import namespace_budgets
-from kvatlas.worker_hooks.namespace_budgets import NamespaceBudgets, NamespaceBudgetSettings
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.reporting.engine_state import namespace_budgets
+from kvatlas.worker_hooks.reporting.engine_state.namespace_budgets import (
+    NamespaceBudgets,
+    NamespaceBudgetSettings,
+)
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 
 #: a setting, and its name in NamespaceBudgetSettings
 SETTING_NAMES = {
@@ -21,51 +24,51 @@ SETTINGS = NamespaceBudgetSettings(
 
 def test_a_burst_is_within_the_budget_and_what_is_beyond_it_mutes() -> None:
     budgets = NamespaceBudgets(SETTINGS)
-    assert budgets.take(A, 60, 0.0)
-    assert budgets.take(A, 40, 0.0)
-    assert not budgets.take(A, 1, 0.0)
-    assert budgets.num_muted == 1
+    assert budgets.spend(A, 60, 0.0)
+    assert budgets.spend(A, 40, 0.0)
+    assert not budgets.spend(A, 1, 0.0)
+    assert budgets.num_over_budget == 1
 
 
 def test_one_namespace_costs_no_other_anything() -> None:
     budgets = NamespaceBudgets(SETTINGS)
-    assert not budgets.take(A, 1_000, 0.0)
-    assert budgets.take(B, 100, 0.0)
+    assert not budgets.spend(A, 1_000, 0.0)
+    assert budgets.spend(B, 100, 0.0)
 
 
 def test_the_bucket_fills_with_time_up_to_a_burst() -> None:
     budgets = NamespaceBudgets(SETTINGS)
-    assert budgets.take(A, 100, 0.0)
-    assert budgets.take(A, 10, 1.0)
-    assert budgets.take(A, 100, 1_000.0)
-    assert not budgets.take(A, 11, 1_001.0)
+    assert budgets.spend(A, 100, 0.0)
+    assert budgets.spend(A, 10, 1.0)
+    assert budgets.spend(A, 100, 1_000.0)
+    assert not budgets.spend(A, 11, 1_001.0)
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:
     budgets = NamespaceBudgets(SETTINGS)
-    assert budgets.take(A, 100, 9.0)
-    assert budgets.take(A, 0, 2.0)
-    assert budgets.take(A, 10, 10.0)
-    assert not budgets.take(A, 1, 10.0)
+    assert budgets.spend(A, 100, 9.0)
+    assert budgets.spend(A, 0, 2.0)
+    assert budgets.spend(A, 10, 10.0)
+    assert not budgets.spend(A, 1, 10.0)
 
 
 def test_no_rate_limits_nobody() -> None:
     budgets = NamespaceBudgets(NamespaceBudgetSettings(blocks_per_second=0))
-    assert budgets.take(A, 10**12, 0.0)
+    assert budgets.spend(A, 10**12, 0.0)
 
 
 def test_what_is_told_of_a_muted_one_costs_it_nothing() -> None:
     budgets = NamespaceBudgets(SETTINGS)
-    assert not budgets.take(A, 101, 0.0)
-    assert budgets.take(A, 10**9, 0.5)
+    assert not budgets.spend(A, 101, 0.0)
+    assert budgets.spend(A, 10**9, 0.5)
     assert budgets.due(1.0) == [A]
-    assert budgets.take(A, 10, 1.0)
+    assert budgets.spend(A, 10, 1.0)
 
 
 def test_each_mute_lasts_twice_as_long_up_to_a_bound_and_ends_once() -> None:
     budgets, now = NamespaceBudgets(SETTINGS), 0.0
     for seconds in (1, 2, 4, 8, 8):
-        assert not budgets.take(A, 1_000, now)
+        assert not budgets.spend(A, 1_000, now)
         assert budgets.due(now + seconds - 0.01) == []
         now += seconds
         assert budgets.due(now) == [A]
@@ -74,12 +77,12 @@ def test_each_mute_lasts_twice_as_long_up_to_a_bound_and_ends_once() -> None:
 
 def test_after_a_quiet_time_it_begins_anew() -> None:
     budgets = NamespaceBudgets(SETTINGS)
-    budgets.take(A, 1_000, 0.0)
+    budgets.spend(A, 1_000, 0.0)
     budgets.due(1.0)
-    budgets.take(A, 1_000, 2.0)
+    budgets.spend(A, 1_000, 2.0)
     assert budgets.due(3.9) == []
     assert budgets.due(4.0) == [A]
-    budgets.take(A, 1_000, 4.0 + SETTINGS.max_mute_seconds)
+    budgets.spend(A, 1_000, 4.0 + SETTINGS.max_mute_seconds)
     assert budgets.due(5.0 + SETTINGS.max_mute_seconds) == [A]
 
 
@@ -88,10 +91,10 @@ def test_the_least_recently_used_is_left_out_and_never_a_muted_one(
 ) -> None:
     monkeypatch.setattr(namespace_budgets, "MAX_BUCKETS", 2)
     budgets = NamespaceBudgets(SETTINGS)
-    assert not budgets.take(A, 101, 0.0)
-    assert budgets.take(B, 100, 0.0)
-    assert budgets.take(C, 1, 0.0)
-    assert budgets.take(B, 100, 0.0)  # left out, hence a full one again
+    assert not budgets.spend(A, 101, 0.0)
+    assert budgets.spend(B, 100, 0.0)
+    assert budgets.spend(C, 1, 0.0)
+    assert budgets.spend(B, 100, 0.0)  # left out, hence a full one again
     assert budgets.due(1.0) == [A]
 
 
@@ -99,17 +102,17 @@ def test_a_bucket_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace_budgets, "MAX_BUCKETS", 2)
     budgets = NamespaceBudgets(SETTINGS)
     for root in (A, B, A, C):
-        assert budgets.take(root, 40, 0.0)
-    assert not budgets.take(A, 40, 0.0)
+        assert budgets.spend(root, 40, 0.0)
+    assert not budgets.spend(A, 40, 0.0)
 
 
 def test_more_than_so_many_are_not_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace_budgets, "MAX_MUTED", 1)
     budgets = NamespaceBudgets(SETTINGS)
-    assert not budgets.take(A, 101, 0.0)
-    assert budgets.take(B, 101, 0.0)
+    assert not budgets.spend(A, 101, 0.0)
+    assert budgets.spend(B, 101, 0.0)
     budgets.due(1.0)
-    assert not budgets.take(B, 1_000, 1.0)
+    assert not budgets.spend(B, 1_000, 1.0)
 
 
 def test_what_settings_say_is_what_is_done_unasked() -> None:

@@ -6,8 +6,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvatlas.events import nats_consumer
-from kvatlas.events.nats_consumer import _Deliveries
+from kvatlas.events.nats.reading import consumer as nats_consumer
+from kvatlas.events.nats.reading.consumer import _Deliveries
 
 NUM_MESSAGES = 20
 

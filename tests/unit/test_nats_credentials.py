@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvatlas.events import nats_credentials
-from kvatlas.events.nats_credentials import login_of
+from kvatlas.events.nats import credentials as nats_credentials
+from kvatlas.events.nats.credentials import login_of
 from kvatlas.schemas.errors import InvalidSetting
 
 

@@ -6,8 +6,8 @@ import nats.errors
 import nats.js.errors
 import pytest
 
-from kvatlas.events.nats_consumer import parse_reply
-from kvatlas.events.nats_errors import TABLE, translate
+from kvatlas.events.nats.errors import TABLE, translate
+from kvatlas.events.nats.reading.consumer import parse_reply
 from kvatlas.schemas.errors import (
     BusUnavailable,
     InvalidSubject,

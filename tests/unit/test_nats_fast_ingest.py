@@ -1,12 +1,12 @@
 """When a publisher uses the broker's fast ingest, and what answers mean."""
 
-from kvatlas.events.nats_fast_ingest import (
+from kvatlas.events.nats.publishing.fast_ingest import (
     LULL_TICKS,
     REST_SECONDS,
     ApiError,
     BatchAnswer,
     FastIngest,
-    Phase,
+    IngestPhase,
     decode_answer,
 )
 
@@ -18,8 +18,8 @@ def a_batch(sent: int = 10, flow: int = 4) -> FastIngest:
     ingest.open("in.id.", 101, sent, sent * 100)
     for _ in range(sent):
         ingest.next_reply()
-    ingest.take(ack(0, flow))
-    ingest.phase = Phase.open
+    ingest.apply(ack(0, flow))
+    ingest.phase = IngestPhase.open
     return ingest
 
 
@@ -64,65 +64,65 @@ def test_consent_stores_nothing() -> None:
     ingest = FastIngest(busy_messages=4)
     ingest.open("in.id.", 7, 3, 300)
     ingest.next_reply()
-    assert ingest.take(decode_answer(b'{"type":"ack","seq":0,"msgs":10}')) == (range(7, 7), "")
+    assert ingest.apply(decode_answer(b'{"type":"ack","seq":0,"msgs":10}')) == (range(7, 7), "")
     assert ingest.is_accepted
     assert ingest.flow == 10
 
 
 def test_an_answer_covers_all_before_it_once() -> None:
     ingest = a_batch()
-    assert ingest.take(ack(4)) == (range(101, 105), "")
-    assert ingest.take(ack(4)).stored == range(105, 105)
-    assert ingest.take(ack(8)).stored == range(105, 109)
-    assert ingest.take(ack(4)).stored == range(109, 109)
+    assert ingest.apply(ack(4)) == (range(101, 105), "")
+    assert ingest.apply(ack(4)).stored == range(105, 105)
+    assert ingest.apply(ack(8)).stored == range(105, 109)
+    assert ingest.apply(ack(4)).stored == range(109, 109)
 
 
 def test_an_answer_does_not_cover_what_was_not_sent() -> None:
     ingest = a_batch(sent=2)
-    assert ingest.take(ack(4)).stored == range(101, 103)
+    assert ingest.apply(ack(4)).stored == range(101, 103)
 
 
 def test_the_last_answer_to_an_end_stores_the_rest() -> None:
     ingest = a_batch()
-    ingest.take(ack(8))
+    ingest.apply(ack(8))
     ingest.end()
-    assert ingest.take(last(10)) == (range(109, 111), "")
-    assert ingest.phase is Phase.draining
+    assert ingest.apply(last(10)) == (range(109, 111), "")
+    assert ingest.phase is IngestPhase.draining
 
 
 def test_a_batch_that_the_broker_ends_has_failed_after_what_is_stored() -> None:
     ingest = a_batch()
-    assert ingest.take(BatchAnswer("gap", 7)) == (range(101, 101), "")
-    assert ingest.take(last(5)) == (range(101, 106), "the batch ended after 5 of 10")
+    assert ingest.apply(BatchAnswer("gap", 7)) == (range(101, 101), "")
+    assert ingest.apply(last(5)) == (range(101, 106), "the batch ended after 5 of 10")
 
 
 def test_an_end_before_the_last_message_is_a_failure() -> None:
     ingest = a_batch()
     ingest.end()
-    taken = ingest.take(last(9))
+    taken = ingest.apply(last(9))
     assert taken.stored == range(101, 110)
     assert taken.failure
 
 
 def test_errors_are_failures() -> None:
     disabled = BatchAnswer(error=ApiError(400, 10205, "batch publish is disabled"))
-    assert a_batch().take(disabled) == (range(0), "batch publish is disabled")
-    assert a_batch().take(BatchAnswer(error=ApiError(503))) == (range(0), "error 503")
-    assert a_batch().take(None).failure == "nobody stores it"
+    assert a_batch().apply(disabled) == (range(0), "batch publish is disabled")
+    assert a_batch().apply(BatchAnswer(error=ApiError(503))) == (range(0), "error 503")
+    assert a_batch().apply(None).failure == "nobody stores it"
 
 
 def test_a_broker_that_knows_no_batches_has_stored_the_first_message() -> None:
     ingest = FastIngest(busy_messages=4)
     ingest.open("in.id.", 7, 3, 300)
     ingest.next_reply()
-    taken = ingest.take(decode_answer(b'{"stream":"TEST","seq":5}'))
+    taken = ingest.apply(decode_answer(b'{"stream":"TEST","seq":5}'))
     assert taken == (range(7, 8), "the broker knows no batches")
 
 
 def test_after_a_failure_all_goes_one_by_one_for_a_while() -> None:
     ingest = a_batch()
     ingest.fail(now=100.0)
-    assert ingest.phase is Phase.single
+    assert ingest.phase is IngestPhase.single
     assert not ingest.wants_batch(500, 500, 100.0 + REST_SECONDS - 0.1)
     assert ingest.wants_batch(500, 500, 100.0 + REST_SECONDS)
 
@@ -152,16 +152,16 @@ def test_a_batch_with_answers_goes_on() -> None:
     for tick in range(3 * LULL_TICKS):
         for _ in range(4):
             ingest.next_reply()
-        ingest.take(ack(4 * tick))
+        ingest.apply(ack(4 * tick))
         ingest.tick()
     assert not ingest.is_ending
 
 
 def test_a_publisher_that_waits_for_an_answer_which_is_not_due_ends_the_batch() -> None:
     ingest = a_batch(sent=10)
-    ingest.take(ack(4))
+    ingest.apply(ack(4))
     ingest.hurry()
     assert not ingest.is_ending
-    ingest.take(ack(8))
+    ingest.apply(ack(8))
     ingest.hurry()
     assert ingest.is_ending

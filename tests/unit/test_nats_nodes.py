@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.events.nats_nodes import (
+from kvatlas.events.nats.nodes import (
     FIRST_PATIENCE_SECONDS,
     LAST_PATIENCE_SECONDS,
     PAUSE_SECONDS,

@@ -11,8 +11,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvatlas.events.nats_connection import NatsConnection
-from kvatlas.events.nats_publisher import NatsPublisher
+from kvatlas.events.nats.connection import NatsConnection
+from kvatlas.events.nats.publishing.publisher import NatsPublisher
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from testkit.waiting import WAIT_SECONDS, until
 

@@ -3,7 +3,7 @@
 import pytest
 from nats.js.api import ClusterInfo, PeerInfo
 
-from kvatlas.events.nats_quorum import speaks_for_majority
+from kvatlas.events.nats.quorum import speaks_for_majority
 
 SECOND = 10**9
 

@@ -12,17 +12,18 @@ import msgspec
 import pytest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.events.subjects import events_subject, parse_events_subject
-from kvatlas.indexer import FlatRadixIndex, ReferenceIndex, kernel
+from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import HoleSeen, LeaseExpired, stimulus_of
+from kvatlas.indexer.index import kernel
 from kvatlas.indexer.reader import RejectedCount
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import HoleSeen, LeaseExpired, stimulus_of
-from kvatlas.router.loads import Loads
-from kvatlas.router.requests import Report
-from kvatlas.router.signals import MAX_SIGNAL_BYTES, Routed, encode_signal
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.router.decision.loads import LoadTracker
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.replicas.signals import MAX_SIGNAL_BYTES, Routed, encode_signal
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -352,7 +353,7 @@ def test_f68_what_routers_tell_one_another_does_not_grow_with_the_prompt() -> No
 
 
 def test_f69_a_long_request_counts_as_long_as_it_gives_signs_of_life() -> None:
-    loads = Loads(RouterSettings(request_timeout_seconds=60.0))
+    loads = LoadTracker(RouterSettings(request_timeout_seconds=60.0))
     loads.of(W1, 1, MODEL, 0.0)
     loads.routed("long", W1, Plan(16, 0, (), 100), 0.0, 0.0)
     for minute in range(30):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import events_stream
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.worker_hooks.raw_events import RawHeld
@@ -50,16 +50,16 @@ def speak_no_language(at: Beside) -> None:
 
 
 def speak_no_batch(at: Beside) -> None:
-    at.hook.told("vllm", b"\xc1")
+    at.hook.report_published("vllm", b"\xc1")
 
 
 def speak_an_unknown_event(at: Beside) -> None:
-    at.hook.told("vllm", msgspec.msgpack.encode([0.0, [{"type": "Unheard"}]]))
+    at.hook.report_published("vllm", msgspec.msgpack.encode([0.0, [{"type": "Unheard"}]]))
 
 
 def hold_in_an_unknown_place(at: Beside) -> None:
     event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "FOO"}
-    at.hook.told("vllm", msgspec.msgpack.encode([0.0, [event]]))
+    at.hook.report_published("vllm", msgspec.msgpack.encode([0.0, [event]]))
 
 
 def count_otherwise(at: Beside) -> None:

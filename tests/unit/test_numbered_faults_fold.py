@@ -7,19 +7,19 @@ import tracemalloc
 import pytest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.budgets import BudgetSettings
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.snapshot_writing import SnapshotSettings
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.budgets import BudgetSettings
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.indexer.snapshots.writing import SnapshotSettings
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockStored, EventBatch, KvEvent
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.raw_events import RawEvent, RawRemoved, RawStored
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 from testkit import engine_words
 from testkit.builders import (
     ROOT,
@@ -108,21 +108,24 @@ def test_f21_a_wrong_count_lives_until_the_next_digest_and_an_inventory_ends_it(
 # --- what matches ---------------------------------------------------------------------------------
 
 
-def heard(edge: Edge, *events: RawEvent) -> list[KvEvent]:
-    return edge.handle(list(events))
+def heard(tracker: EngineStateTracker, *events: RawEvent) -> list[KvEvent]:
+    return tracker.handle(list(events))
 
 
 def test_f28_blocks_can_be_removed_whatever_an_engine_calls_them() -> None:
-    edges = {worker: Edge(engine_words.MODEL, DESCRIPTOR) for worker in ("w1", "w2")}
+    trackers = {
+        worker: EngineStateTracker(engine_words.MODEL, DESCRIPTOR) for worker in ("w1", "w2")
+    }
     prompt = tokens_of(1, 2, 3, 4)
     calls: dict[str, tuple[int | bytes, ...]] = {
         "w1": (11, 12, 13, 14),
         "w2": (b"a", b"b", b"c", b"d"),
     }
     batches = [
-        a_batch(up(), *heard(edges[w], RawStored(calls[w], None, prompt)), worker=w) for w in calls
+        a_batch(up(), *heard(trackers[w], RawStored(calls[w], None, prompt)), worker=w)
+        for w in calls
     ]
-    gone = heard(edges["w2"], RawRemoved((b"c", b"d")))
+    gone = heard(trackers["w2"], RawRemoved((b"c", b"d")))
     state = folded(*batches, a_batch(*gone, worker="w2", seq=2))
     chain = b"".join(chain_of(1, 2, 3, 4))
     assert {i.worker: n for i, n in lengths(state, chain).items()} == {"w1": 4, "w2": 2}
@@ -183,7 +186,7 @@ async def test_f11_an_index_that_is_lost_under_load_is_replaced_by_an_equal_one(
                 await publish(bus, *batches[:100])
                 await until(lambda: lost.state.stream_sequence == 100)
                 assert lost._writer is not None
-                assert await lost._writer.look()
+                assert await lost._writer.poll()
                 await publish(bus, *batches[100:150])
             again = IndexService(bus, IndexState(FlatRadixIndex()), snapshots=BY_HAND)
             await publish(bus, *batches[150:200])
@@ -202,7 +205,7 @@ async def test_f11_an_index_that_is_lost_under_load_is_replaced_by_an_equal_one(
 
 async def test_f80_who_floods_or_forges_harms_itself_only() -> None:
     budget = BudgetSettings(bytes_per_second=1_000.0, burst_bytes=20_000.0, throttle_seconds=60.0)
-    settings = ServiceSettings(poll_seconds=0.01, budget=budget)
+    settings = IndexServiceLimits(poll_seconds=0.01, budget=budget)
     async with MemoryBroker().connect() as bus:
         await bus.declare_stream(events_stream())
         state = IndexState(FlatRadixIndex())

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import events_stream
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.settings import RouterSettings
 from kvatlas.schemas.transfer import LeaseGranted, LeaseRequest, decode_transfer_answer
 from kvatlas.schemas.transfer import encode_transfer as encoded
-from kvatlas.worker_hooks.lease_server import LeaseServer
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_file import default_folder
 from kvatlas.worker_hooks.transfer import MemoryFabric, MemorySource
+from kvatlas.worker_hooks.transfer.lease_server import LeaseServer
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_block, a_chain, a_hash
 from testkit.engine_words import chain_of, tokens_of
 from testkit.fleet import a_request
@@ -90,7 +90,7 @@ async def test_f71_namespaces_come_and_go_without_a_task_or_thread_of_their_own(
             view = service.index.instance(W)
             assert view is not None
             await until(lambda: service.state.stats().num_blocks == 0)
-            assert set(one.sidecar._reporter._edge.resident()) == set()
+            assert set(one.sidecar._reporter._tracker.resident()) == set()
 
 
 def _seq(service: IndexService) -> int:

@@ -14,22 +14,23 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
 from kvatlas.events.subjects import inventory_subject
-from kvatlas.indexer import FlatRadixIndex, kernel
-from kvatlas.indexer.budgets import BudgetSettings, EventBudgets
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.snapshot_metrics import SnapshotCollector
-from kvatlas.indexer.snapshot_writing import SnapshotSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.router.app import create_app
+from kvatlas.indexer import FlatRadixIndex
+from kvatlas.indexer.fold.budgets import BudgetSettings, EventBudgets
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index import kernel
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.indexer.service.snapshot_metrics import SnapshotCollector
+from kvatlas.indexer.snapshots.writing import SnapshotSettings
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.http.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
-from kvatlas.router.requests import Report
+from kvatlas.router.replicas.replicas import MAX_WAITING, ReplicaState, RouterReplicas
+from kvatlas.router.replicas.signals import Joined
 from kvatlas.router.service import RouterService
-from kvatlas.router.siblings import MAX_WAITING, Siblings, SiblingState
-from kvatlas.router.signals import Joined
 from kvatlas.schemas.errors import UnknownModel
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import WIRE_VERSION, EventBatch, Resync, WorkerDown
@@ -40,7 +41,7 @@ from testkit.waiting import until
 
 W1 = InstanceId("w1", 0)
 PROMPT = a_prompt(64)
-SETTINGS = ServiceSettings(
+SETTINGS = IndexServiceLimits(
     poll_seconds=0.01,
     lease_ended_seconds=0.0,
     lease_missing_seconds=60.0,
@@ -77,9 +78,9 @@ class Running:
             ),
             clock=self.clock,
         )
-        state = SiblingState("me", self.router.loads, self.router.overlay, self.router.failures)
-        self.siblings = Siblings(own, state, self.router.log.find)
-        self.app = create_app(self.router, siblings=self.siblings)
+        state = ReplicaState("me", self.router.loads, self.router.overlay, self.router.failures)
+        self.replicas = RouterReplicas(own, state, self.router.log.find)
+        self.app = create_app(self.router, replicas=self.replicas)
         self.app.metrics.registry.register(SnapshotCollector(self.service))
         self.metered = self.app._hot._router
 
@@ -211,7 +212,7 @@ async def leave_decisions_behind(at: Running) -> None:
 
 async def leave_announcements_behind(at: Running) -> None:
     for _ in range(MAX_WAITING + 1):
-        at.siblings.say(Joined())
+        at.replicas.publish(Joined())
 
 
 async def predict(at: Running) -> None:

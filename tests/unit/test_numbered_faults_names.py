@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvatlas.events.bus import Message
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import KV_EVENTS, events_stream
-from kvatlas.router.requests import decode_score_request
+from kvatlas.router.http.bodies.decoding import decode_score_request
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.hashing import BlockHasher, Namespace, pack_tokens
 from kvatlas.schemas.settings import RouterSettings, load_settings, settings_by_key

@@ -5,15 +5,15 @@ from collections import Counter
 from prometheus_client import generate_latest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker
+from kvatlas.events.memory.bus import MemoryBroker
 from kvatlas.events.streams import KV_DECISIONS, KV_EVENTS, decisions_stream, events_stream
+from kvatlas.hindsight.replay import replay_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.state import IndexState
-from kvatlas.replay import replay_stream
-from kvatlas.router.app import create_app
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.http.app import create_app
 from kvatlas.router.recorder import StreamDecisionLog
-from kvatlas.router.requests import Report
 from kvatlas.router.service import RouterService, choose_again
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import decode_decision

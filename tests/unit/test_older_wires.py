@@ -17,7 +17,7 @@ from kvatlas.schemas.kv_events import (
     OLDEST_WIRE_VERSION,
     WIRE_VERSION,
     EventBatch,
-    NamespacesMuted,
+    NamespacesOverBudget,
     WorkerUp,
 )
 from testkit.builders import ROOT, a_batch, an_info, stored
@@ -113,7 +113,7 @@ def test_a_later_minor_only_adds_at_the_ends_of_messages(minor: int, name: str) 
 
 
 def test_a_reader_of_100_skips_the_event_that_it_does_not_know_and_never_the_batch() -> None:
-    batch = a_batch(stored(1), NamespacesMuted(ROOT, "why"), stored(2))
+    batch = a_batch(stored(1), NamespacesOverBudget(ROOT, "why"), stored(2))
     read = wire_100.decode(encode(batch))
     assert [plain(event) for event in read.batch.events] == [plain(stored(1)), plain(stored(2))]
     assert [(each.position, each.kind) for each in read.rejected] == [(1, "unknown")]

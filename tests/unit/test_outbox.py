@@ -19,9 +19,9 @@ from kvatlas.schemas.kv_events import (
     WorkerUp,
 )
 from kvatlas.schemas.settings import SidecarSettings
-from kvatlas.worker_hooks.inventory import MAX_PART_BLOCKS
-from kvatlas.worker_hooks.outbox import DEFAULT_MAX_SECONDS, Outbox
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.reporting.inventory import MAX_PART_BLOCKS
+from kvatlas.worker_hooks.reporting.outbox import DEFAULT_MAX_SECONDS, Outbox
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 
 _clock = itertools.count(1000.0)
 UP = WorkerUp(WorkerInfo("", ("m",), NamespaceDescriptor(16)))
@@ -38,7 +38,7 @@ def an_outbox(max_bytes: int = 10_000, coalesce_bytes: int = 1000) -> Outbox:
 def take_all(outbox: Outbox, now: float | None = None) -> list[EventBatch]:
     """Take until nothing more comes: at one moment, or as time goes by."""
     moments = _clock if now is None else itertools.repeat(now)
-    return list(iter(lambda: outbox.take(next(moments), 0), None))
+    return list(iter(lambda: outbox.next_batch(next(moments), 0), None))
 
 
 def shape(batches: list[EventBatch]) -> list[tuple[int, tuple[KvEvent, ...]]]:
@@ -57,7 +57,7 @@ def test_the_first_event_of_an_epoch_is_worker_up() -> None:
 def test_nothing_leaves_before_the_epoch_is_known() -> None:
     outbox = an_outbox()
     outbox.add([STORED])
-    assert outbox.take(99.0, 0) is None
+    assert outbox.next_batch(99.0, 0) is None
     assert outbox.seconds_until_due(99.0) is None
     outbox.begin_epoch(5)
     assert shape(take_all(outbox)) == [(1, (UP, STORED))]
@@ -70,7 +70,7 @@ def test_what_follows_close_behind_leaves_together() -> None:
     outbox.add([STORED])
     outbox.add([DIGEST])
     assert outbox.seconds_until_due(10.0005) == pytest.approx(0.0015)
-    assert outbox.take(10.001, 0) is None
+    assert outbox.next_batch(10.001, 0) is None
     assert shape(take_all(outbox, 10.002)) == [(2, (STORED, DIGEST))]
     assert outbox.seconds_until_due(10.002) is None
 
@@ -200,7 +200,7 @@ def test_a_second_epoch_begins_with_nothing_of_the_first() -> None:
     outbox = an_outbox()
     outbox.begin_epoch(5)
     outbox.add([STORED] * 50)
-    outbox.take(2.0, 0)
+    outbox.next_batch(2.0, 0)
     outbox.begin_epoch(6)
     (batch,) = take_all(outbox)
     assert (batch.epoch, batch.seq, batch.events) == (6, 1, (UP, Resync(1, 1)))

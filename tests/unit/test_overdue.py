@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvatlas.router.overdue import (
+from kvatlas.router.decision.overdue import (
     MAX_PROBE_SECONDS,
     MAX_WATCHED,
     PROBE_REQUESTS,

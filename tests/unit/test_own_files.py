@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.own_files import open_output
+from kvatlas.common.own_files import open_output
 from kvatlas.schemas.errors import FolderUnusable, ForeignFile, PoolTooLarge, RingUnusable
-from kvatlas.worker_hooks.captures import CaptureFile, Frame, is_recording, read_capture
-from kvatlas.worker_hooks.channel import Answer, ChannelServer, Question
-from kvatlas.worker_hooks.pool_file import Layout, create_pool_file
-from kvatlas.worker_hooks.ring import RingReader, RingWriter, wake_path
+from kvatlas.worker_hooks.recordings.captures import CaptureFile, Frame, is_recording, read_capture
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter, wake_path
+from kvatlas.worker_hooks.sidecar.channel import Answer, ChannelServer, Question
+from kvatlas.worker_hooks.transfer.pool_file import PoolLayout, create_pool_file
 from testkit.mounts import with_tmpfs
 
 MINE = b"\\documentclass{article} % years of work"
-LAYOUT = Layout(2, 64, 0)
+LAYOUT = PoolLayout(2, 64, 0)
 
 
 def a_ring(path: Path) -> None:
@@ -262,8 +262,8 @@ AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
 from kvatlas.schemas.errors import KvatlasError
-from kvatlas.worker_hooks.pool_file import attach_pool_file
-from kvatlas.worker_hooks.ring import RingReader
+from kvatlas.worker_hooks.transfer.pool_file import attach_pool_file
+from kvatlas.worker_hooks.reporting.ring import RingReader
 os.setuid(12345)
 for take in (RingReader, attach_pool_file):
     try:
@@ -275,7 +275,7 @@ for take in (RingReader, attach_pool_file):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_what_another_user_made_is_not_mapped(tmp_path: Path) -> None:
-    for path in (tmp_path, *tmp_path.parents[:2]):
+    for path in (tmp_path, *tmp_path.parents[:3]):  # one more where tests run side by side
         path.chmod(0o755)
     made = tmp_path / "x"
     a_ring(made)
@@ -292,12 +292,12 @@ NO_ROOM = """
 import os, sys
 from pathlib import Path
 from kvatlas.schemas.errors import KvatlasError
-from kvatlas.worker_hooks.pool_file import Layout, create_pool_file
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.transfer.pool_file import PoolLayout, create_pool_file
+from kvatlas.worker_hooks.reporting.ring import RingWriter
 folder = Path(sys.argv[1])
 for make in (
     lambda: RingWriter.create(folder / "ring"),
-    lambda: create_pool_file(folder / "pool", Layout(1000, 16384, 0)),
+    lambda: create_pool_file(folder / "pool", PoolLayout(1000, 16384, 0)),
 ):
     try:
         make()

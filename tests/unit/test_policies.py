@@ -1,4 +1,4 @@
-from kvatlas.router.policies import policy_named
+from kvatlas.router.decision.policies import policy_named
 from kvatlas.schemas.routing import Candidate, Question
 from kvatlas.schemas.settings import RouterSettings
 from testkit.fleet import a_candidate

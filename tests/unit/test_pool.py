@@ -17,8 +17,8 @@ from kvatlas.schemas.errors import (
     PoolUnreadable,
     SlotInUse,
 )
-from kvatlas.worker_hooks.pool import ServePool, SlotState
-from kvatlas.worker_hooks.pool_file import default_folder, pool_path
+from kvatlas.worker_hooks.transfer.pool import ServePool, SlotState
+from kvatlas.worker_hooks.transfer.pool_file import default_folder, pool_path
 from testkit.blocks import a_block, a_chain, a_hash
 
 SIZE = 512

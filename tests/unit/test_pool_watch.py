@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_watch import PoolWatch
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_watch import PoolWatch
 
 SIZE = 64
 X, Y = (bytes([n]) * 16 for n in (1, 2))
@@ -21,21 +21,21 @@ def pool(tmp_path: Path) -> Iterator[ServePool]:
 def test_blocks_come_and_leave_without_another_in_their_place(pool: ServePool) -> None:
     watch = PoolWatch(pool)
     pool.commit(0, X, bytes(SIZE))
-    assert watch.look() == ([X], [])
-    assert watch.look() == ([], [])
+    assert watch.poll() == ([X], [])
+    assert watch.poll() == ([], [])
     pool.try_evict([0])
-    assert watch.look() == ([], [X])
+    assert watch.poll() == ([], [X])
 
 
 def test_a_block_in_two_slots_leaves_with_the_last(pool: ServePool) -> None:
     watch = PoolWatch(pool)
     pool.commit(0, X, bytes(SIZE))
     pool.commit(1, X, bytes(SIZE))
-    assert watch.look() == ([X], [])
+    assert watch.poll() == ([X], [])
     pool.try_evict([0])
-    assert watch.look() == ([], [])
+    assert watch.poll() == ([], [])
     pool.try_evict([1])
-    assert watch.look() == ([], [X])
+    assert watch.poll() == ([], [X])
 
 
 def test_more_than_the_journal_keeps_is_found_in_the_slots(pool: ServePool) -> None:
@@ -44,4 +44,4 @@ def test_more_than_the_journal_keeps_is_found_in_the_slots(pool: ServePool) -> N
         pool.commit(0, X, bytes(SIZE))
         pool.try_evict([0])
     pool.commit(1, Y, bytes(SIZE))
-    assert watch.look() == ([Y], [])
+    assert watch.poll() == ([Y], [])

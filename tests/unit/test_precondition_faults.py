@@ -7,16 +7,16 @@ edge names blocks itself, so an engine's own hashes need not agree; what has to 
 from kvatlas.schemas.fleet import NamespaceDescriptor, Trust
 from kvatlas.schemas.hashing import HashAlgorithm, pack_tokens
 from kvatlas.schemas.kv_events import BlockStored, KvEvent
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.raw_events import RawStored
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
 from testkit.fleet import Fleet, a_prompt, a_request
 
 PROMPT = a_prompt(64)
 
 
-def told(edge: Edge, first_hash: int, block_tokens: int) -> list[KvEvent]:
+def told(tracker: EngineStateTracker, first_hash: int, block_tokens: int) -> list[KvEvent]:
     hashes = tuple(range(first_hash, first_hash + 64 // block_tokens))
-    return edge.handle([RawStored(hashes, None, pack_tokens(PROMPT))])
+    return tracker.handle([RawStored(hashes, None, pack_tokens(PROMPT))])
 
 
 def stored(events: list[KvEvent]) -> bytes:
@@ -24,7 +24,7 @@ def stored(events: list[KvEvent]) -> bytes:
 
 
 def test_f50_engines_with_different_seeds_name_blocks_alike() -> None:
-    one, other = (Edge("m", NamespaceDescriptor(16)) for _ in range(2))
+    one, other = (EngineStateTracker("m", NamespaceDescriptor(16)) for _ in range(2))
     names = stored(told(one, 1_000, 16))
     assert len(names) == 64
     assert stored(told(other, 2**63, 16)) == names
@@ -42,10 +42,10 @@ def test_f50_workers_that_name_blocks_by_other_algorithms_are_matched_each_by_it
 
 def test_f51_blocks_of_another_size_are_refused_and_counted() -> None:
     """An engine with 32 beside a worker that says 16: nothing false is held, and it is seen."""
-    edge = Edge("m", NamespaceDescriptor(16))
-    assert stored(told(edge, 1, 32)) == b""
-    assert edge.counters.rejected_events == 1
-    assert edge.resident() == {}
+    tracker = EngineStateTracker("m", NamespaceDescriptor(16))
+    assert stored(told(tracker, 1, 32)) == b""
+    assert tracker.counters.rejected_events == 1
+    assert tracker.resident() == {}
 
 
 def test_f51_block_sizes_are_mixed_in_one_model_and_compared_in_tokens() -> None:

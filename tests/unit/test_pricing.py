@@ -1,7 +1,7 @@
 import pytest
 
-from kvatlas.router.plans import plan_for
-from kvatlas.router.pricing import TERMS, Price, price_all
+from kvatlas.router.decision.plans import plan_for
+from kvatlas.router.decision.pricing import TERMS, Price, price_all
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Candidate, Plan, PullStep, Question

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kvatlas
-from kvatlas.command_line import say, say_error, say_json
-from kvatlas.commands import run_command
+from kvatlas.cli.commands import run_command
+from kvatlas.cli.options import say, say_error, say_json
 from kvatlas.demo.display import print_report
 from kvatlas.demo.outcomes import PullFigures
 from kvatlas.demo.run import DemoReport
-from kvatlas.face import Announcement
+from kvatlas.runtime.health_server import Announcement
 from kvatlas.schemas.printable import (
     MAX_CHARACTERS,
     printable,
@@ -189,7 +189,7 @@ def test_a_wrong_command_line_is_not_repeated_with_its_password(
 
 def test_an_error_of_the_program_itself_has_no_password() -> None:
     code = (
-        "import sys, kvatlas.commands as commands\n"
+        "import sys, kvatlas.cli.commands as commands\n"
         f"def fails(_): raise RuntimeError('nats://u:{PASSWORD}@h\\x1b')\n"
         "commands.run_command = fails\n"
         "from kvatlas.__main__ import main\n"
@@ -242,7 +242,7 @@ def prints_of(file: Path) -> list[str]:
 
 
 def test_nothing_is_printed_that_is_not_made_printable() -> None:
-    """Use `say`, `say_json` or `say_error` of command_line.py."""
+    """Use `say`, `say_json` or `say_error` of cli/options.py."""
     found = [each for file in sorted(SOURCES.rglob("*.py")) for each in prints_of(file)]
     formatted = "write_line(sys.stderr, text.removesuffix"  # by LineFormatter
     assert [each for each in found if "__version__" not in each and formatted not in each] == []

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvatlas.schemas.errors import InvalidSetting
-from kvatlas.worker_hooks.pull_state import PullState
-from kvatlas.worker_hooks.pull_words import (
+from kvatlas.worker_hooks.transfer.pull_protocol import (
     BatchId,
     BlocksArrived,
     BlocksChecked,
@@ -28,6 +27,7 @@ from kvatlas.worker_hooks.pull_words import (
     TimePassed,
     WakeAt,
 )
+from kvatlas.worker_hooks.transfer.pull_state import PullState
 from testkit.blocks import a_chain, a_hash
 
 MS = 1_000_000

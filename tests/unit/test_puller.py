@@ -22,13 +22,13 @@ from kvatlas.schemas.transfer import (
     decode_transfer_request,
     encode_transfer,
 )
-from kvatlas.worker_hooks.lease_server import LeaseServer
-from kvatlas.worker_hooks.lease_table import LeaseLimits
-from kvatlas.worker_hooks.pool import ServePool, SlotState
-from kvatlas.worker_hooks.pool_file import default_folder
-from kvatlas.worker_hooks.pull_words import Owner, PullSettings
-from kvatlas.worker_hooks.puller import Puller, PullResult
-from kvatlas.worker_hooks.transfer import Bounce, MemoryFabric, MemorySource, MemoryTransport
+from kvatlas.worker_hooks.transfer import BouncePlaces, MemoryFabric, MemorySource, MemoryTransport
+from kvatlas.worker_hooks.transfer.lease_server import LeaseServer
+from kvatlas.worker_hooks.transfer.lease_table import LeaseLimits
+from kvatlas.worker_hooks.transfer.pool import ServePool, SlotState
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
+from kvatlas.worker_hooks.transfer.pull_protocol import Owner, PullSettings
+from kvatlas.worker_hooks.transfer.puller import Puller, PullResult
 from testkit.blocks import a_block, a_chain, a_hash
 from testkit.waiting import until
 
@@ -61,7 +61,7 @@ class Fleet:
         self.w1, self.w2 = (Peer(name, folder, self.fabric) for name in ("w1", "w2"))
         self.owners = [self.w1.owner, self.w2.owner]
         self.pool = ServePool.create("w3", NUM_SLOTS, SIZE, 8, folder)
-        self.bounce = Bounce(self.pool.bounce_places())
+        self.bounce = BouncePlaces(self.pool.bounce_places())
         self.transport = MemoryTransport(self.fabric, self.pool, self.bounce)
         #: raised instead of an answer, by subject
         self.faults: dict[str, Exception] = {}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.router.rates import MAX_MODEL_RATIO, ModelRate, RateEstimate, is_plausible
+from kvatlas.router.decision.rates import MAX_MODEL_RATIO, ModelRate, RateEstimate, is_plausible
 
 REFERENCE = 1.0
 

@@ -5,7 +5,7 @@ import io
 import re
 from pathlib import Path
 
-from kvatlas.router.requests import decode_score_request
+from kvatlas.router.http.bodies.decoding import decode_score_request
 from kvatlas.schemas.settings import RouterSettings
 from testkit.fleet import Fleet
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvatlas.events.bus import Message
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_DECISIONS, decisions_stream
 from kvatlas.events.subjects import decisions_subject
 from kvatlas.router.recorder import MemoryDecisionLog, StreamDecisionLog, without_chains

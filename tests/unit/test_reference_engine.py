@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kvatlas.reference.clock import ManualClock, settle
+from kvatlas.reference.engine import EngineOptions, ReferenceEngine
+from kvatlas.reference.kv_bytes import kv_bytes
+from kvatlas.reference.requests import Completion, generated_tokens
 from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.errors import EngineStopped, InvalidRequest, PromptTooLarge, SidecarUnavailable
 from kvatlas.schemas.fleet import NamespaceDescriptor
@@ -16,16 +20,12 @@ from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import BlockRemoved, BlockStored
 from kvatlas.schemas.routing import Plan, PullStep
-from kvatlas.worker_hooks.channel import PullEnded
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.pool import ServePool, SlotState
 from kvatlas.worker_hooks.raw_events import RawEvent, decode_raw
-from kvatlas.worker_hooks.reference.clock import ManualClock, settle
-from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
-from kvatlas.worker_hooks.reference.kv_bytes import kv_bytes
-from kvatlas.worker_hooks.reference.requests import Completion, generated_tokens
-from kvatlas.worker_hooks.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.sidecar.channel import PullEnded
+from kvatlas.worker_hooks.transfer.pool import ServePool, SlotState
 
 DESCRIPTOR = NamespaceDescriptor(4)
 BLOCK_BYTES = 256
@@ -76,7 +76,7 @@ class Bench:
         self.reader = RingReader(folder / "ring")
         self.clock = ManualClock()
         self.peers = PlayedPeers(self.pool)
-        self.edge = Edge("m", DESCRIPTOR)
+        self.tracker = EngineStateTracker("m", DESCRIPTOR)
         self.events: list[object] = []
         self.raw: list[RawEvent] = []
         options = EngineOptions("m", DESCRIPTOR, num_blocks, BLOCK_BYTES, 1000.0, decode_rate, 2.0)
@@ -86,14 +86,14 @@ class Bench:
         """Assert that engine, memory and the events agree."""
         raw = [decode_raw(record) for record in self.reader.read() if isinstance(record, bytes)]
         self.raw += raw
-        self.events += self.edge.handle(raw)
+        self.events += self.tracker.handle(raw)
         block_pool = self.engine.store.pool
         block_pool.validate()
         cached = set(block_pool.cached_hashes())
-        assert {block for block, _ in self.edge.residency.blocks(Tier.hbm)} == cached
-        assert self.edge.residency.digest(Tier.hbm) == digest_of(cached)
-        assert self.edge.counters.unknown_removals == 0
-        assert self.edge.counters.parked_events == 0
+        assert {block for block, _ in self.tracker.residency.blocks(Tier.hbm)} == cached
+        assert self.tracker.residency.digest(Tier.hbm) == digest_of(cached)
+        assert self.tracker.counters.unknown_removals == 0
+        assert self.tracker.counters.parked_events == 0
         for block_hash in cached:
             (slot,) = block_pool.match([block_hash])
             assert self.pool.hash_of(slot) == block_hash
@@ -438,9 +438,9 @@ async def test_a_listing_tells_all_that_is_cached(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         await bench.serve(prompt_of(1, 2, 3), max_tokens=9)
         await bench.serve(prompt_of(1, 2, 9), cache_salt="a")
-        fresh = Edge("m", DESCRIPTOR)
+        fresh = EngineStateTracker("m", DESCRIPTOR)
         fresh.handle(list(bench.engine.store.held()))
-        assert fresh.residency.digest(Tier.hbm) == bench.edge.residency.digest(Tier.hbm)
+        assert fresh.residency.digest(Tier.hbm) == bench.tracker.residency.digest(Tier.hbm)
 
 
 async def test_a_random_workload_keeps_everything_equal(tmp_path: Path) -> None:

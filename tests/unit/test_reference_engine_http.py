@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from kvatlas.reference_http import create_worker_app
+from kvatlas.reference.http import create_worker_app
 
 KINDS: list[tuple[str, Callable[[object], bytes]]] = [
     ("application/json", msgspec.json.encode),

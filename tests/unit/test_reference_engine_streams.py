@@ -10,13 +10,13 @@ import httpx
 import msgspec
 import pytest
 
-from kvatlas.reference_http import create_worker_app
+from kvatlas.reference.clock import ManualClock
+from kvatlas.reference.engine import EngineOptions, ReferenceEngine
+from kvatlas.reference.http import create_worker_app
 from kvatlas.schemas.fleet import NamespaceDescriptor
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.reference.clock import ManualClock
-from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingWriter
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from testkit.server import served_within
 from testkit.waiting import WAIT_SECONDS, until
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas import reference_worker
-from kvatlas.reference_worker import end_hung
-from kvatlas.worker_hooks.launch import SidecarProcess
-from kvatlas.worker_hooks.ring import RingReader, RingWriter
+from kvatlas.reference import worker as reference_worker
+from kvatlas.reference.worker import end_hung
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.sidecar.launch import SidecarProcess
 from testkit.peer import stop
 
 

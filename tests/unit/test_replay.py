@@ -9,16 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvatlas.events.archive import BatchKey, EventRecord, Hole
+from kvatlas.events.archive.memory import MemoryArchive
+from kvatlas.events.archive.port import BatchKey, EventRecord, Hole
+from kvatlas.events.archive.replay import archived_log, parse_time, stream_log, stream_sequence_at
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_archive import MemoryArchive
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
-from kvatlas.events.replay import archived_log, parse_time, stream_log, stream_sequence_at
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
-from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
-from kvatlas.replay import (
+from kvatlas.hindsight.replay import (
     Moment,
     Replayed,
     match_tokens,
@@ -27,7 +24,10 @@ from kvatlas.replay import (
     replay_stream,
     report_of,
 )
-from kvatlas.reports import replay_lines
+from kvatlas.hindsight.reports import replay_lines
+from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
 from kvatlas.schemas.errors import InvalidBlock, InvalidRequest, UnknownModel
 from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher, Namespace

@@ -9,13 +9,11 @@ from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
     BlockStored,
-    Doubted,
     Inventory,
     KvEvent,
+    SourceDegraded,
     WorkerUp,
 )
-from kvatlas.worker_hooks.edge import Edge
-from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import (
     RawDoubted,
     RawEngineBatch,
@@ -27,8 +25,10 @@ from kvatlas.worker_hooks.raw_events import (
     RawStored,
     encode_raw,
 )
-from kvatlas.worker_hooks.reporter import MAX_AUDIT_SECONDS, Reported, Reporter
-from kvatlas.worker_hooks.ring import Lost
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.outbox import Outbox
+from kvatlas.worker_hooks.reporting.reporter import MAX_AUDIT_SECONDS, ReportEffects, Reporter
+from kvatlas.worker_hooks.reporting.ring import Lost
 from testkit.builders import up
 from testkit.engine_words import DESCRIPTOR, MODEL, stored, tokens_of
 
@@ -37,19 +37,21 @@ class Reporting:
     """A reporter with its outbox; `said` gives what left since the last call."""
 
     def __init__(self) -> None:
-        edge = Edge(MODEL, DESCRIPTOR)
+        tracker = EngineStateTracker(MODEL, DESCRIPTOR)
         self.outbox = Outbox(InstanceId("w1", 0), up(MODEL))
-        self.reporter = Reporter(edge, self.outbox)
+        self.reporter = Reporter(tracker, self.outbox)
         self.reporter.begin_epoch(1)
         self._now = 0.0
 
-    def report(self, *events: RawEvent, writer_lists: bool = False, now: float = 0.0) -> Reported:
+    def report(
+        self, *events: RawEvent, writer_lists: bool = False, now: float = 0.0
+    ) -> ReportEffects:
         return self.reporter.report(map(encode_raw, events), writer_lists, now)
 
     def said(self) -> list[KvEvent]:
         self._now += 1.0
         events: list[KvEvent] = []
-        while (batch := self.outbox.take(self._now, 0)) is not None:
+        while (batch := self.outbox.next_batch(self._now, 0)) is not None:
             events += batch.events
         return events
 
@@ -99,15 +101,15 @@ def test_a_restart_clears_and_asks_for_a_new_epoch(reporting: Reporting) -> None
 
 def test_doubts_are_said_and_said_again_with_each_inventory(reporting: Reporting) -> None:
     reporting.report(RawDoubted("lost 3 to 9"))
-    assert reporting.said() == [Doubted("lost 3 to 9")]
+    assert reporting.said() == [SourceDegraded("lost 3 to 9")]
     reporting.reporter.put_inventory()
     assert isinstance(reporting.said()[0], WorkerUp)
-    assert reporting.said()[0] == Doubted("lost 3 to 9")  # right before the digests
+    assert reporting.said()[0] == SourceDegraded("lost 3 to 9")  # right before the digests
     reporting.report(RawDoubted(""))
     reporting.said()
     reporting.reporter.put_inventory()
     reporting.said()
-    assert reporting.said()[0] == Doubted("")  # again, for whoever has missed it
+    assert reporting.said()[0] == SourceDegraded("")  # again, for whoever has missed it
 
 
 def test_a_restart_ends_the_doubts(reporting: Reporting) -> None:
@@ -115,7 +117,7 @@ def test_a_restart_ends_the_doubts(reporting: Reporting) -> None:
     reporting.reporter.begin_epoch(2)
     reporting.said()
     reporting.reporter.put_inventory()
-    assert Doubted not in [*reporting.kinds(), *reporting.kinds()]
+    assert SourceDegraded not in [*reporting.kinds(), *reporting.kinds()]
 
 
 def test_it_is_said_before_the_blocks_that_matches_end_at_reuse_points(
@@ -181,14 +183,14 @@ def test_values_as_deep_as_the_stack_are_counted(reporting: Reporting) -> None:
     assert reporting.reporter.counters()["malformed_events"] > 0
 
 
-def test_the_edges_own_doubt_is_said_again_with_each_inventory(reporting: Reporting) -> None:
+def test_the_trackers_own_doubt_is_said_again_with_each_inventory(reporting: Reporting) -> None:
     reporting.report(RawStored((1,), None, tokens_of(1, 2)))
     (doubt,) = reporting.said()
     reporting.report(RawDoubted(""))
     reporting.said()
     reporting.reporter.put_inventory()
     reporting.said()
-    assert isinstance(doubt, Doubted)
+    assert isinstance(doubt, SourceDegraded)
     assert reporting.said()[0] == doubt
 
 

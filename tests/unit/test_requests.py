@@ -9,13 +9,8 @@ import msgspec
 import pytest
 
 from kvatlas.indexer import prompt_kernel
-from kvatlas.router.requests import (
-    HashedPrompt,
-    Report,
-    ScoreRequest,
-    decode_report,
-    decode_score_request,
-)
+from kvatlas.router.decision.requests import HashedPrompt, Report, ScoreRequest
+from kvatlas.router.http.bodies.decoding import decode_report, decode_score_request
 from kvatlas.schemas.errors import InvalidRequest, PromptTooLarge, UnsupportedContentType
 from kvatlas.schemas.hashing import Extra, HashAlgorithm
 from kvatlas.schemas.settings import RouterSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.schemas.errors import RingUnusable
-from kvatlas.worker_hooks.ring import Lost, RingReader, RingWriter
+from kvatlas.worker_hooks.reporting.ring import Lost, RingReader, RingWriter
 
 CAPACITY = 4096
 

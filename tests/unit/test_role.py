@@ -7,14 +7,14 @@ import json
 import httpx
 import pytest
 
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.face import Announcement, Face, Wait
-from kvatlas.role import Role
-from kvatlas.router.app import create_app
-from kvatlas.router.http.limits import Bounds, HttpLimits
-from kvatlas.router.waiting import WaitingApp
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.router.http.app import create_app
+from kvatlas.router.http.server.limits import Bounds, HttpLimits
+from kvatlas.router.http.startup import StartupApp
+from kvatlas.runtime.health_server import Announcement, HealthServer, StartupProgress
+from kvatlas.runtime.role import ProcessRole
+from kvatlas.runtime.stopping import Stopped, stopping_with, until_stopped
 from kvatlas.schemas.settings import RouterSettings
-from kvatlas.stopping import Stopped, stopping_with, until_stopped
 from testkit.fleet import Fleet
 from testkit.waiting import WAIT_SECONDS
 
@@ -22,18 +22,18 @@ from testkit.waiting import WAIT_SECONDS
 class TestWait:
     def test_it_says_what_for_and_for_how_long(self) -> None:
         now = 100.0
-        wait = Wait(lambda: now)
+        wait = StartupProgress(lambda: now)
         now = 102.4
-        assert (wait.connected, wait.why) == (False, "starting for 2 s")
+        assert (wait.connected, wait.reason) == (False, "starting for 2 s")
         wait.begin_with(NatsBus("nats://user:secret@a:1,nats://b:2"))
         now = 105.4
-        assert wait.why == "no broker at nats://a:1, nats://b:2: trying for 3 s"
+        assert wait.reason == "no broker at nats://a:1, nats://b:2: trying for 3 s"
 
 
 class TestWaitingApp:
     @pytest.fixture
     def client(self) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(WaitingApp(Wait(lambda: 0.0), "random"))
+        transport = httpx.ASGITransport(StartupApp(StartupProgress(lambda: 0.0), "random"))
         return httpx.AsyncClient(transport=transport, base_url="http://router")
 
     async def test_it_is_alive_and_can_be_measured(self, client: httpx.AsyncClient) -> None:
@@ -54,7 +54,7 @@ class TestWaitingApp:
 
     @pytest.mark.parametrize("decides", [True, False])
     async def test_it_describes_the_application_that_follows(self, decides: bool) -> None:
-        waiting = WaitingApp(Wait(lambda: 0.0), "random", decides=decides)
+        waiting = StartupApp(StartupProgress(lambda: 0.0), "random", decides=decides)
         app = create_app(Fleet().router(), decides=decides)
         documents = []
         for each in (waiting, app):
@@ -85,9 +85,9 @@ class TestAnnouncement:
     async def test_it_does_not_wait_for_a_broker(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvatlas.face.ANNOUNCE_SECONDS", 0.0)
+        monkeypatch.setattr("kvatlas.runtime.health_server.ANNOUNCE_SECONDS", 0.0)
         with Announcement(as_json=False) as announcement:
-            announcement.soon(Wait(), router="http://r")
+            announcement.soon(StartupProgress(), router="http://r")
             await asyncio.sleep(0.01)
             assert capsys.readouterr().out == "router   http://r\n"
             announcement.now(router="http://r")
@@ -96,9 +96,9 @@ class TestAnnouncement:
     async def test_one_that_fails_before_says_nothing(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvatlas.face.ANNOUNCE_SECONDS", 0.0)
+        monkeypatch.setattr("kvatlas.runtime.health_server.ANNOUNCE_SECONDS", 0.0)
         with Announcement(as_json=False) as announcement:
-            announcement.soon(Wait(), router="http://r")
+            announcement.soon(StartupProgress(), router="http://r")
         await asyncio.sleep(0.01)
         assert capsys.readouterr().out == ""
 
@@ -161,7 +161,7 @@ class TestDrain:
     async def test_a_second_signal_ends_it_sooner(
         self, second: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvatlas.stopping.REPEAT_SECONDS", 0.0)
+        monkeypatch.setattr("kvatlas.runtime.stopping.REPEAT_SECONDS", 0.0)
         with contextlib.closing(Stopped()) as stopped:
             stopped.drain = lambda: 60.0
             stopped.ask(self.TERM)
@@ -177,12 +177,14 @@ class TestDrain:
 
     async def test_a_role_says_that_it_leaves_and_answers_on(self) -> None:
         with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
-            role = Role(stopped, announcement, drain_seconds=60.0)
+            role = ProcessRole(stopped, announcement, drain_seconds=60.0)
             fleet = Fleet()
             fleet.up("w1")
             async with role.parts, role.faces, httpx.AsyncClient() as client:
-                face = await role.show(Face(role.wait, RouterSettings(), 0, HttpLimits(Bounds())))
-                await face.show(create_app(fleet.router(), conditions=role.conditions))
+                face = await role.show(
+                    HealthServer(role.wait, RouterSettings(), 0, HttpLimits(Bounds()))
+                )
+                await face.serve(create_app(fleet.router(), conditions=role.conditions))
                 ask = {"model": "m", "token_ids": [1, 2, 3]}
                 before = await client.post(f"{face.url}/v1/score", json=ask)
                 assert "connection" not in before.headers
@@ -199,18 +201,22 @@ class TestDrain:
     @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
     async def test_a_role_that_serves_nothing_yet_ends_at_once(self, drain_seconds: float) -> None:
         with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
-            role = Role(stopped, announcement, drain_seconds)
+            role = ProcessRole(stopped, announcement, drain_seconds)
             async with role.parts, role.faces:
-                face = await role.show(Face(role.wait, RouterSettings(), 0, HttpLimits(Bounds())))
-                await face.show()
+                face = await role.show(
+                    HealthServer(role.wait, RouterSettings(), 0, HttpLimits(Bounds()))
+                )
+                await face.serve()
                 stopped.ask(self.TERM)
                 assert stopped.is_set()
 
     async def test_a_role_without_a_drain_ends_at_once(self) -> None:
         with contextlib.closing(Stopped()) as stopped, Announcement(as_json=True) as announcement:
-            role = Role(stopped, announcement, drain_seconds=0.0)
+            role = ProcessRole(stopped, announcement, drain_seconds=0.0)
             async with role.parts, role.faces:
-                face = await role.show(Face(role.wait, RouterSettings(), 0, HttpLimits(Bounds())))
-                await face.show(create_app(Fleet().router()))
+                face = await role.show(
+                    HealthServer(role.wait, RouterSettings(), 0, HttpLimits(Bounds()))
+                )
+                await face.serve(create_app(Fleet().router()))
                 stopped.ask(self.TERM)
                 assert stopped.is_set()

@@ -5,14 +5,14 @@ from collections import Counter
 import msgspec
 import pytest
 
-from kvatlas.indexer.service import Lag
-from kvatlas.router.overdue import PROBE_REQUESTS
-from kvatlas.router.requests import Report
+from kvatlas.indexer.reader import Lag
+from kvatlas.router.decision.overdue import PROBE_REQUESTS
+from kvatlas.router.decision.requests import Report
 from kvatlas.router.service import choose_again
 from kvatlas.schemas.errors import NoCandidate, UnknownDecision, UnknownModel, UnknownPolicy
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
-from kvatlas.schemas.kv_events import ENGINE_STALLED, Doubted
+from kvatlas.schemas.kv_events import ENGINE_STALLED, SourceDegraded
 from kvatlas.schemas.routing import Decision, decode_decision, encode_decision
 from testkit.fleet import MODEL, Fleet, RouterUnderTest, StillFeed, a_prompt, a_request
 
@@ -208,7 +208,9 @@ class TestReports:
     ) -> None:
         router = fleet.router()
         first = router.route(a_request(PROMPT))
-        fleet.tell(first.worker, Doubted(f"{ENGINE_STALLED}: no sign of life for 6 s; and more"))
+        fleet.tell(
+            first.worker, SourceDegraded(f"{ENGINE_STALLED}: no sign of life for 6 s; and more")
+        )
         answers = [router.route(a_request(PROMPT)) for _ in range(10)]
         assert first.worker not in {answer.worker for answer in answers}
         assert first.worker not in {c.worker for c in router.score(a_request(PROMPT)).candidates}
@@ -216,14 +218,14 @@ class TestReports:
         assert reason.startswith(
             f"{InstanceId(first.worker, 0)} is left out: doubted: engine_stalled"
         )
-        fleet.tell(first.worker, Doubted(""))
+        fleet.tell(first.worker, SourceDegraded(""))
         assert first.worker in {c.worker for c in router.score(a_request(PROMPT)).candidates}
 
     def test_engines_that_have_all_stalled_are_still_tried(self, fleet: Fleet) -> None:
         router = fleet.router()
         num_workers = router.score(a_request(PROMPT)).num_candidates
         for view in fleet.state.instances():
-            fleet.tell(view.instance.worker, Doubted(ENGINE_STALLED))
+            fleet.tell(view.instance.worker, SourceDegraded(ENGINE_STALLED))
         answer = router.route(a_request(PROMPT))
         assert answer.num_candidates == num_workers
         assert not [why for why in answer.reasons if "left out" in why]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.runtime_folder import MARK, runtime_folder, sweep, temporary_folder
+from kvatlas.common.runtime_folder import MARK, runtime_folder, sweep, temporary_folder
 from kvatlas.schemas.errors import FolderUnusable
 from testkit.mounts import with_tmpfs
 
 OWNER = """
 import signal, sys
 from pathlib import Path
-from kvatlas.runtime_folder import runtime_folder
+from kvatlas.common.runtime_folder import runtime_folder
 with runtime_folder(Path(sys.argv[1])) as folder:
     (folder / "ring").write_bytes(b"x")
     print(folder, flush=True)

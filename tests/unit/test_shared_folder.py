@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.folder import SharedFolder, check_shared_folder
-from kvatlas.indexer.shared.reader import SharedIndexReader
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.folder import SharedFolder, check_shared_folder
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
 from kvatlas.schemas.errors import FolderUnusable, ForeignFile, InvalidSetting
 from testkit.indexes import tiny_index
 

@@ -3,20 +3,20 @@
 import msgspec
 import pytest
 
-from kvatlas.router.requests import Report
-from kvatlas.router.siblings import (
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.replicas.replicas import (
+    MAX_REPLICAS,
     MAX_RETOLD_CHAIN_BYTES,
-    MAX_SIBLINGS,
     SILENCE_SECONDS,
-    SiblingState,
+    ReplicaState,
 )
-from kvatlas.router.signals import (
+from kvatlas.router.replicas.signals import (
     Alive,
-    Asked,
     Done,
     Joined,
     Prefilled,
     Routed,
+    StateRequested,
     decode_signal,
     encode_signal,
 )
@@ -29,11 +29,11 @@ from testkit.fleet import MODEL, Fleet, RouterUnderTest, a_prompt, a_request
 CHAIN = hashes(*range(1, 21))
 
 
-def a_router() -> tuple[RouterUnderTest, SiblingState]:
+def a_router() -> tuple[RouterUnderTest, ReplicaState]:
     fleet = Fleet()
     fleet.up("w1")
     router = fleet.router(counts_ids=False)
-    return router, SiblingState("me", router.loads, router.overlay, router.failures)
+    return router, ReplicaState("me", router.loads, router.overlay, router.failures)
 
 
 def routed(name: str, compute_tokens: int = 320) -> Routed:
@@ -49,7 +49,7 @@ def in_flight(router: RouterUnderTest) -> int:
 def test_a_decision_that_is_told_again_after_its_end_leaves_nothing_behind() -> None:
     router, state = a_router()
     for signal in (routed("d"), Done("d", Report()), routed("d"), Done("d", Report())):
-        state.take("other", signal, 0.0)
+        state.apply("other", signal, 0.0)
     assert len(router.overlay) == 1
     router.clock.advance(60.0)
     router.route(a_request(a_prompt(320)))
@@ -59,48 +59,48 @@ def test_a_decision_that_is_told_again_after_its_end_leaves_nothing_behind() -> 
 
 def test_expired_requests_are_not_told_to_who_joins() -> None:
     router, state = a_router()
-    state.said(routed("lost"))
+    state.published(routed("lost"))
     router.route(a_request(a_prompt(320)))
-    assert state.take("new", Joined(), 0.0) == []
+    assert state.apply("new", Joined(), 0.0) == []
 
 
 def test_how_far_a_request_is_is_told_with_it() -> None:
     router, state = a_router()
-    router.say = state.said
+    router.publish = state.published
     answer = router.route(a_request(a_prompt(320)))
     router.prefilled(answer.decision_id, Report())
-    told = state.take("new", Joined(), 0.0)
+    told = state.apply("new", Joined(), 0.0)
     assert [type(each) for each in told] == [Routed, Prefilled]
 
 
 def test_a_router_that_was_silent_is_asked_what_it_gave() -> None:
     router, state = a_router()
-    assert state.take("other", routed("d"), 0.0) == [Asked("other")]
-    assert state.take("other", Alive(), 1.0) == []
+    assert state.apply("other", routed("d"), 0.0) == [StateRequested("other")]
+    assert state.apply("other", Alive(), 1.0) == []
     state.sweep(2.0 + SILENCE_SECONDS)
     assert in_flight(router) == 0
-    assert state.take("other", Alive(), 60.0) == [Asked("other")]
-    state.take("other", routed("d"), 60.0)
+    assert state.apply("other", Alive(), 60.0) == [StateRequested("other")]
+    state.apply("other", routed("d"), 60.0)
     assert in_flight(router) == 1
 
 
 def test_who_is_asked_tells_and_others_do_not() -> None:
     router, state = a_router()
-    router.say = state.said
+    router.publish = state.published
     router.route(a_request(a_prompt(320)))
-    state.take("other", Alive(), 0.0)
-    assert len(state.take("other", Asked("me"), 0.0)) == 1
-    assert state.take("other", Asked("somebody"), 0.0) == []
+    state.apply("other", Alive(), 0.0)
+    assert len(state.apply("other", StateRequested("me"), 0.0)) == 1
+    assert state.apply("other", StateRequested("somebody"), 0.0) == []
 
 
 def test_only_so_many_routers_are_heard() -> None:
     router, state = a_router()
-    for n in range(MAX_SIBLINGS + 50):
-        state.take(f"r{n}", routed(f"d{n}"), 0.0)
-    assert state.num_siblings == MAX_SIBLINGS
-    assert in_flight(router) == MAX_SIBLINGS
+    for n in range(MAX_REPLICAS + 50):
+        state.apply(f"r{n}", routed(f"d{n}"), 0.0)
+    assert state.num_replicas == MAX_REPLICAS
+    assert in_flight(router) == MAX_REPLICAS
     state.sweep(1.0 + SILENCE_SECONDS)
-    assert (state.num_siblings, in_flight(router)) == (0, 0)
+    assert (state.num_replicas, in_flight(router)) == (0, 0)
 
 
 @pytest.mark.parametrize("compute_tokens", [-1, 10**12])
@@ -112,9 +112,9 @@ def test_impossible_plans_are_refused(compute_tokens: int) -> None:
 
 def test_what_is_told_again_has_a_short_chain() -> None:
     router, state = a_router()
-    state.said(msgspec.structs.replace(routed("r"), chain=bytes(16 * 1024)))
+    state.published(msgspec.structs.replace(routed("r"), chain=bytes(16 * 1024)))
     router.loads.of(InstanceId("w1", 0), 1, MODEL, 0.0)
     router.loads.routed("r", InstanceId("w1", 0), routed("r").plan, 0.0, 0.0)
-    [again] = state.take("other", Joined(), 1.0)
+    [again] = state.apply("other", Joined(), 1.0)
     assert isinstance(again, Routed)
     assert len(again.chain) == MAX_RETOLD_CHAIN_BYTES

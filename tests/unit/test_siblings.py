@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import pytest
 
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.subjects import ROUTERS
+from kvatlas.router.decision.requests import Report
 from kvatlas.router.recorder import without_chains
-from kvatlas.router.requests import Report
-from kvatlas.router.siblings import (
+from kvatlas.router.replicas.replicas import (
     MAX_WAITING_WITH_CHAIN,
     SILENCE_SECONDS,
-    Siblings,
-    SiblingState,
+    ReplicaState,
+    RouterReplicas,
 )
-from kvatlas.router.signals import Alive, Routed, decode_signal, encode_signal
+from kvatlas.router.replicas.signals import Alive, Routed, decode_signal, encode_signal
 from kvatlas.schemas.errors import MalformedSignal, UnknownDecision
 from kvatlas.schemas.ids import InstanceId
 from testkit.fleet import Fleet, RouterUnderTest, a_prompt, a_request
@@ -28,8 +28,8 @@ FAILED = Report(failed=True)
 
 class Sibling(NamedTuple):
     router: RouterUnderTest
-    state: SiblingState
-    siblings: Siblings
+    state: ReplicaState
+    replicas: RouterReplicas
     bus: MemoryBus
 
 
@@ -43,14 +43,14 @@ class Group:
 
     async def join(self) -> Sibling:
         router = self.fleet.router(counts_ids=False)
-        state = SiblingState(
+        state = ReplicaState(
             router.router_id, router.loads, router.overlay, router.failures, router.overdue
         )
         bus = await self._stack.enter_async_context(self._broker.connect())
-        siblings = Siblings(bus, state, router.log.find, router.clock)
-        await self._stack.enter_async_context(siblings)
-        router.say = siblings.say
-        return Sibling(router, state, siblings, bus)
+        replicas = RouterReplicas(bus, state, router.log.find, router.clock)
+        await self._stack.enter_async_context(replicas)
+        router.publish = replicas.publish
+        return Sibling(router, state, replicas, bus)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ async def test_a_request_by_another_name_of_the_model_counts_too(group: Group) -
     await until(lambda: counted(one) == counted(other) == 6)
 
 
-async def test_a_sibling_of_a_prompt_goes_where_another_router_sent_it(group: Group) -> None:
+async def test_a_replica_of_a_prompt_goes_where_another_router_sent_it(group: Group) -> None:
     one, other = await group.join(), await group.join()
     first = one.router.route(a_request(PROMPT))
     await until(lambda: len(other.router.overlay) == 1)
@@ -135,17 +135,17 @@ async def test_a_dead_router_takes_its_requests_along(group: Group) -> None:
             await until(lambda: in_flight(other) == 0, 5.0)
             break
     assert in_flight(other) == 0
-    assert other.siblings.num_siblings == 0
+    assert other.replicas.num_replicas == 0
     assert other.router.route(a_request(PROMPT)).num_candidates == 3
 
 
 async def test_a_decision_that_no_broker_takes_whole_comes_without_its_chains(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.router.siblings.MAX_ANSWER_BYTES", 16)
+    monkeypatch.setattr("kvatlas.router.replicas.replicas.MAX_ANSWER_BYTES", 16)
     one, other = await group.join(), await group.join()
     answer = one.router.route(a_request(PROMPT))
-    found = await other.siblings.decision(answer.decision_id)
+    found = await other.replicas.decision(answer.decision_id)
     assert found == without_chains(one.router.decision(answer.decision_id))
     assert found.left_out == ("groups.chain",)
 
@@ -153,18 +153,18 @@ async def test_a_decision_that_no_broker_takes_whole_comes_without_its_chains(
 async def test_a_decision_is_found_from_any_router(group: Group) -> None:
     one, other = await group.join(), await group.join()
     answer = one.router.route(a_request(PROMPT))
-    found = await other.siblings.decision(answer.decision_id)
+    found = await other.replicas.decision(answer.decision_id)
     assert found == one.router.decision(answer.decision_id)
     for unknown in ("", "0" * 28, answer.decision_id[:-1] + "x", "nonsense"):
         with pytest.raises(UnknownDecision):
-            await other.siblings.decision(unknown)
+            await other.replicas.decision(unknown)
 
 
 async def test_a_router_asks_nobody_for_a_decision_of_its_own(group: Group) -> None:
     one = await group.join()
     answer = one.router.route(a_request(PROMPT))
-    with pytest.raises(UnknownDecision):  # what it has is found before siblings are asked
-        await one.siblings.decision(answer.decision_id)
+    with pytest.raises(UnknownDecision):  # what it has is found before router replicas are asked
+        await one.replicas.decision(answer.decision_id)
 
 
 async def test_what_others_are_told_of_a_worker_clears_it_here_too(group: Group) -> None:
@@ -194,7 +194,7 @@ async def test_nonsense_on_the_subject_is_counted_and_changes_nothing(group: Gro
     good = encode_signal("somebody", Alive())
     for payload in (b"", b"\xc1", good[:-1], b"x" * 100_000, good.replace(b"\x01", b"\x02", 1)):
         await one.bus.announce(ROUTERS, payload)
-    await until(lambda: other.siblings.num_rejected == 5)
+    await until(lambda: other.replicas.num_rejected == 5)
     assert in_flight(other) == 1
 
 
@@ -208,7 +208,7 @@ async def test_without_a_broker_it_routes_on_and_tells_later(group: Group) -> No
 
 async def test_without_a_broker_few_chains_wait_and_every_load(group: Group) -> None:
     one, other = await group.join(), await group.join()
-    await until(lambda: one.siblings.num_siblings == other.siblings.num_siblings == 1)
+    await until(lambda: one.replicas.num_replicas == other.replicas.num_replicas == 1)
     one.bus.cut()
     num_routed = MAX_WAITING_WITH_CHAIN + 88
     for n in range(num_routed):
@@ -223,7 +223,7 @@ def test_a_signal_says_what_it_said() -> None:
     router.up("w1")
     under_test = router.router()
     said: list[object] = []
-    under_test.say = said.append
+    under_test.publish = said.append
     under_test.route(a_request(PROMPT))
     assert isinstance(said[0], Routed)
     assert decode_signal(encode_signal("r", said[0])).signal == said[0]

@@ -13,7 +13,7 @@ import pytest
 
 from kvatlas.events.codec import decode, encode
 from kvatlas.events.leases import LeaseValue
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus, MemoryPublisher
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus, MemoryPublisher
 from kvatlas.events.streams import EPOCHS_BUCKET, KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import (
     control_subject,
@@ -22,10 +22,10 @@ from kvatlas.events.subjects import (
     lease_subject,
 )
 from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.fold.state import IndexState
 from kvatlas.indexer.reader import InstanceView
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.errors import SidecarUnavailable, StreamRefused
 from kvatlas.schemas.fleet import Trust
@@ -40,7 +40,7 @@ from kvatlas.schemas.kv_events import (
     EventBatch,
     Inventory,
     KvEvent,
-    NamespacesMuted,
+    NamespacesOverBudget,
     WorkerUp,
 )
 from kvatlas.schemas.transfer import (
@@ -50,10 +50,10 @@ from kvatlas.schemas.transfer import (
     decode_transfer_answer,
     encode_transfer,
 )
-from kvatlas.worker_hooks import sidecar_service
-from kvatlas.worker_hooks.exchange import BlockExchange
 from kvatlas.worker_hooks.raw_events import RawStored
-from kvatlas.worker_hooks.ring import Lost
+from kvatlas.worker_hooks.reporting.ring import Lost
+from kvatlas.worker_hooks.sidecar import service as sidecar_service
+from kvatlas.worker_hooks.sidecar.exchange import BlockExchange
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
 from testkit.fold import Fold
 from testkit.sidecars import BLOCK_BYTES, DESCRIPTOR, beside, folded, sidecar_options
@@ -159,7 +159,7 @@ async def test_a_broker_that_is_away_costs_nothing(tmp_path: Path) -> None:
 async def test_an_outbox_that_overflows_is_a_gap_and_an_inventory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.events.memory_bus.MAX_UNACKED", 4)
+    monkeypatch.setattr("kvatlas.events.memory.bus.MAX_UNACKED", 4)
     async with a_broker() as (broker, bus), a_fold(bus) as fold:
         own = broker.connect()
         async with beside(sidecar_options(tmp_path, max_outbox_bytes=65_536), own) as one:
@@ -185,7 +185,7 @@ async def test_an_outbox_that_overflows_is_a_gap_and_an_inventory(
 async def test_events_that_waited_for_too_long_are_a_gap_and_an_inventory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.events.memory_bus.MAX_UNACKED", 2)
+    monkeypatch.setattr("kvatlas.events.memory.bus.MAX_UNACKED", 2)
     async with a_broker() as (broker, bus), a_fold(bus) as fold:
         own = broker.connect()
         options = sidecar_options(tmp_path, max_outbox_seconds=0.2, digest_seconds=0.05)
@@ -334,7 +334,7 @@ async def publish_record(bus: MemoryBus, epoch: int) -> None:
 async def test_a_forged_epoch_hides_a_living_worker_for_a_few_renewals_only(
     tmp_path: Path,
 ) -> None:
-    settings = ServiceSettings(poll_seconds=0.02, lease_missing_seconds=600.0)
+    settings = IndexServiceLimits(poll_seconds=0.02, lease_missing_seconds=600.0)
     async with a_broker() as (broker, bus):
         options = sidecar_options(tmp_path, lease_ttl_seconds=2.0, digest_seconds=0.05)
         async with (
@@ -824,7 +824,7 @@ async def test_a_tenant_that_tells_too_much_is_muted_for_a_while_and_costs_no_ot
         one.sidecar._reporter._budgets._muted[root] = 0.0  # its time is over
         await until(lambda: fold.held[Tier.hbm] == {*tenants, *chain_of(1, 2)})
         await until(lambda: fold.muted == set())
-        mutes = [event.roots for event in fold.events if isinstance(event, NamespacesMuted)]
+        mutes = [event.roots for event in fold.events if isinstance(event, NamespacesOverBudget)]
         assert (mutes[0], mutes[-1]) == (root, b"")
         stores = b"".join(event.hashes for event in fold.events if isinstance(event, BlockStored))
         assert stores.count(tenants[5]) == 0  # told by the inventory at the end only

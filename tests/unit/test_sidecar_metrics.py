@@ -7,15 +7,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import events_stream
 from kvatlas.schemas.conditions import LOG_NOT_STORED, Conditions
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.transfer import MissingReason
-from kvatlas.worker_hooks import sidecar_service
-from kvatlas.worker_hooks.channel import PullEnded, Status
-from kvatlas.worker_hooks.sidecar_metrics import exposition, metrics_server
+from kvatlas.worker_hooks.sidecar import service as sidecar_service
+from kvatlas.worker_hooks.sidecar.channel import PullEnded, SidecarStatus
+from kvatlas.worker_hooks.sidecar.metrics import exposition, metrics_server
 from testkit.builders import hashes
 from testkit.ports import kept_port
 from testkit.sidecars import beside, sidecar_options
@@ -24,8 +24,8 @@ from testkit.waiting import WAIT_SECONDS
 W = InstanceId("w", 0)
 
 
-def a_status(**counters: int) -> Status:
-    return Status(0, 7, 1, True, 5, 6, "", counters)
+def a_status(**counters: int) -> SidecarStatus:
+    return SidecarStatus(0, 7, 1, True, 5, 6, "", counters)
 
 
 @pytest.fixture

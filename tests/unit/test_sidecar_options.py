@@ -5,16 +5,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvatlas.reference_worker import WorkerOptions
+from kvatlas.reference.worker import WorkerOptions
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.settings import ReportingSettings, Settings, SidecarSettings
 from kvatlas.worker_hooks.bridge.options import BridgeOptions
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.raw_events import RawRestarted
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
-from testkit.edges import doubts
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions, shared_options
+from testkit.trackers import doubts
 
 POOL: dict[str, Any] = {"num_slots": 4, "block_bytes": 64, "pool_path": "/p"}
 EVERY = tuple(Tier)
@@ -108,9 +108,9 @@ def test_readers_that_do_not_know_of_dropped_blocks_call_no_such_worker_exact(
         socket_path="/s",
     )
     assert options.worker_info().num_unreusable_trailing_blocks == dropped
-    edge = Edge("m", options.descriptor, standing_doubt=options.standing_doubt)
-    reasons = doubts(edge.caveats())
+    tracker = EngineStateTracker("m", options.descriptor, standing_doubt=options.standing_doubt)
+    reasons = doubts(tracker.degradation_notices())
     assert bool(reasons) == is_doubtful
     assert all(f"last {dropped} matched blocks" in reason for reason in reasons)
-    edge.handle([RawRestarted("again")])
-    assert doubts(edge.caveats()) == reasons
+    tracker.handle([RawRestarted("again")])
+    assert doubts(tracker.degradation_notices()) == reasons

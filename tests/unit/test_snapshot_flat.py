@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvatlas.indexer import FlatRadixIndex, kernel
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.snapshot import InvalidSnapshot, part_of
+from kvatlas.indexer import FlatRadixIndex
+from kvatlas.indexer.index import kernel
+from kvatlas.indexer.index.exporting import InvalidSnapshot, part_of
+from kvatlas.indexer.index.shared.arrays import SharedArrays
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.ids import Tier
 from testkit.builders import ROOT, hashes

@@ -4,27 +4,27 @@ import msgspec
 import pytest
 
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.snapshot import InvalidSnapshot, Parts
-from kvatlas.indexer.snapshot_format import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.exporting import InvalidSnapshot, Parts
+from kvatlas.indexer.snapshots.format import (
     ALIGNMENT,
     MAGIC,
-    About,
     Anchor,
+    SnapshotInfo,
     SnapshotReader,
     framed,
 )
-from kvatlas.indexer.state import IndexState
 from testkit.builders import a_batch, a_message, stored
 
 PARTS = {"one": memoryview(b"1" * 100), "none": memoryview(b""), "two": memoryview(b"2" * 64)}
-ABOUT = About(7, Anchor.of(a_message(a_batch(), 7)), "digest", 2, 1, "me")
+ABOUT = SnapshotInfo(7, Anchor.of(a_message(a_batch(), 7)), "digest", 2, 1, "me")
 WHOLE = b"".join(framed(ABOUT, PARTS))
 
 
-def read(content: bytes, chunk_bytes: int = 1 << 20) -> tuple[About, Parts]:
+def read(content: bytes, chunk_bytes: int = 1 << 20) -> tuple[SnapshotInfo, Parts]:
     reader = SnapshotReader(len(content))
     for start in range(0, len(content), chunk_bytes):
-        if not reader.take(content[start : start + chunk_bytes]):
+        if not reader.feed(content[start : start + chunk_bytes]):
             break
     return reader.finish()
 
@@ -42,7 +42,7 @@ def test_parts_lie_aligned() -> None:
 def test_any_byte_that_is_missing_is_missed() -> None:
     for length in range(len(WHOLE)):
         reader = SnapshotReader(len(WHOLE))
-        reader.take(WHOLE[:length])
+        reader.feed(WHOLE[:length])
         with pytest.raises(InvalidSnapshot, match=f"ends after {length} of {len(WHOLE)} bytes"):
             reader.finish()
         with pytest.raises(InvalidSnapshot):
@@ -63,8 +63,8 @@ def test_more_than_there_should_be_is_noticed() -> None:
     with pytest.raises(InvalidSnapshot, match=f"expected {len(WHOLE)}"):
         read(WHOLE + bytes(64))
     reader = SnapshotReader(len(WHOLE))
-    reader.take(WHOLE)
-    assert not reader.take(b"x")
+    reader.feed(WHOLE)
+    assert not reader.feed(b"x")
     with pytest.raises(InvalidSnapshot, match="behind its end"):
         reader.finish()
 
@@ -89,24 +89,24 @@ def test_what_this_reader_does_not_know_is_named(old: bytes, new: bytes, says: s
 
 def test_a_header_without_end_is_not_waited_for() -> None:
     reader = SnapshotReader(1 << 40)
-    assert not reader.take(MAGIC + b"\xff" * 100)
+    assert not reader.feed(MAGIC + b"\xff" * 100)
     with pytest.raises(InvalidSnapshot, match="a header of"):
         reader.finish()
 
 
 def test_something_else_is_no_snapshot() -> None:
     reader = SnapshotReader(1 << 30)
-    assert not reader.take(b"\x28\xb5\x2f\xfd")
+    assert not reader.feed(b"\x28\xb5\x2f\xfd")
     with pytest.raises(InvalidSnapshot, match="no snapshot"):
         reader.finish()
 
 
 def test_what_is_not_wanted_is_not_read_on() -> None:
-    def accepts(about: About) -> None:
+    def accepts(about: SnapshotInfo) -> None:
         raise InvalidSnapshot(f"not {about.stream_sequence}")
 
     reader = SnapshotReader(len(WHOLE), accepts)
-    assert not reader.take(WHOLE)
+    assert not reader.feed(WHOLE)
     with pytest.raises(InvalidSnapshot, match="not 7"):
         reader.finish()
 

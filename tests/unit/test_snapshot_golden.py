@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.instances import Instance
-from kvatlas.indexer.snapshot_format import VERSION, About, SnapshotReader, framed
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.instances import Instance
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.snapshots.format import VERSION, SnapshotInfo, SnapshotReader, framed
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import ControlRecord, EventBatch, WorkerDown
@@ -44,11 +44,11 @@ def the_state() -> IndexState:
 def test_a_snapshot_of_this_version_is_what_it_was(request: pytest.FixtureRequest) -> None:
     truth = the_state()
     if request.config.getoption("--rewrite"):
-        about = About(len(LOG), None, truth.state_digest(), 1, 0, "golden")
+        about = SnapshotInfo(len(LOG), None, truth.state_digest(), 1, 0, "golden")
         GOLDEN.write_bytes(b"".join(framed(about, truth.export()())))
     content = GOLDEN.read_bytes()
     reader = SnapshotReader(len(content))
-    assert reader.take(content)
+    assert reader.feed(content)
     about, parts = reader.finish()
     state = IndexState(FlatRadixIndex())
     state.restore(parts)

@@ -1,7 +1,7 @@
 import pytest
 
 from kvatlas.events.objects import ObjectEntry
-from kvatlas.indexer.snapshot_names import (
+from kvatlas.indexer.snapshots.schedule import (
     headroom,
     is_due,
     is_near,

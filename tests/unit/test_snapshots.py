@@ -9,15 +9,17 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvatlas.events.codec import encode
-from kvatlas.events.memory_bus import MemoryBroker, MemoryBus
+from kvatlas.events.memory.bus import MemoryBroker, MemoryBus
 from kvatlas.events.streams import KV_EVENTS, events_stream
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.snapshot_format import SnapshotReader, framed
-from kvatlas.indexer.snapshot_metrics import SnapshotCollector
-from kvatlas.indexer.snapshot_names import sequence_of
-from kvatlas.indexer.snapshot_writing import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import LeaseExpired, Proposed, PublishControl
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
+from kvatlas.indexer.service.snapshot_metrics import SnapshotCollector
+from kvatlas.indexer.snapshots.format import SnapshotReader, framed
+from kvatlas.indexer.snapshots.schedule import sequence_of
+from kvatlas.indexer.snapshots.writing import (
     SNAPSHOTS_BUCKET,
     TURN,
     TURNS_BUCKET,
@@ -25,8 +27,6 @@ from kvatlas.indexer.snapshot_writing import (
     SnapshotStatus,
     SnapshotWriter,
 )
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import LeaseExpired, Proposed, PublishControl
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import EventBatch
@@ -35,7 +35,7 @@ from testkit.builders import a_batch, arrived, hashes, stored, subject_of, up
 from testkit.waiting import until
 
 W1 = InstanceId("w1", 0)
-FAST = ServiceSettings(poll_seconds=0.01, lease_missing_seconds=60.0)
+FAST = IndexServiceLimits(poll_seconds=0.01, lease_missing_seconds=60.0)
 #: takes none by itself
 BY_HAND = SnapshotSettings(seconds=3_600.0, messages=1)
 
@@ -72,7 +72,7 @@ async def snapshot_now(bus: MemoryBus) -> str:
     async with a_service(bus) as service:
         await service.wait_ready()
         assert service._writer is not None
-        assert await service._writer.look()
+        assert await service._writer.poll()
     return (await bus.objects(SNAPSHOTS_BUCKET).entries())[0].name
 
 
@@ -185,7 +185,7 @@ async def test_one_with_numbers_that_nothing_has_is_named_and_the_older_one_used
     newest = await snapshot_now(bus)
     (entry, _) = await bus.objects(SNAPSHOTS_BUCKET).entries()
     reader = SnapshotReader(entry.num_bytes)
-    await bus.objects(SNAPSHOTS_BUCKET).get(newest, reader.take)
+    await bus.objects(SNAPSHOTS_BUCKET).get(newest, reader.feed)
     about, parts = reader.finish()
     tree = msgspec.msgpack.decode(parts[part])
     if part == "tables":
@@ -295,12 +295,12 @@ async def test_replicas_take_turns(bus: MemoryBus) -> None:
     async with a_service(bus, name="one") as one, a_service(bus, name="other") as other:
         for service in (one, other):
             await service.wait_ready()
-        assert await writer_of(one).look()
+        assert await writer_of(one).poll()
         await publish(bus, a_batch(stored(2), seq=2))
         await until(lambda: other.state.stream_sequence == 2)
-        assert not await writer_of(other).look()
+        assert not await writer_of(other).poll()
         await bus.keys(TURNS_BUCKET).delete(TURN)
-        assert await writer_of(other).look()
+        assert await writer_of(other).poll()
     assert len(await bus.objects(SNAPSHOTS_BUCKET).entries()) == 2
 
 
@@ -326,10 +326,10 @@ async def test_nothing_is_taken_before_enough_has_come(bus: MemoryBus) -> None:
     async with a_service(bus, few) as service:
         await publish(bus, a_batch(stored(2), seq=2))
         await until(lambda: service.state.stream_sequence == 2)
-        assert not await writer_of(service).look()
+        assert not await writer_of(service).poll()
         await publish(bus, a_batch(stored(3), seq=3))
         await until(lambda: service.state.stream_sequence == 3)
-        assert await writer_of(service).look()
+        assert await writer_of(service).poll()
         status = status_of(service)
         assert status.num_written == 1
         assert status.num_bytes > 0
@@ -357,7 +357,7 @@ async def test_the_oldest_one_near_the_beginning_of_the_log_is_told(
     broker.purge(KV_EVENTS, 3)
     await bus.keys(TURNS_BUCKET).put(TURN, b"somebody else")
     async with a_service(bus) as service:
-        await writer_of(service).look()
+        await writer_of(service).poll()
         assert status_of(service).headroom == 1
         assert status_of(service).log_first == 3
     assert any("from where the log begins, 3" in line for line in warnings(caplog))
@@ -367,7 +367,7 @@ async def test_metrics_tell_of_snapshots(bus: MemoryBus) -> None:
     await publish(bus, a_batch(up(), stored(1)))
     await snapshot_now(bus)
     async with a_service(bus) as service:
-        await writer_of(service).look()
+        await writer_of(service).poll()
         registry = CollectorRegistry()
         registry.register(SnapshotCollector(service))
         told = generate_latest(registry).decode()

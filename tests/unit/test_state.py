@@ -5,13 +5,12 @@ import pytest
 
 from kvatlas.events.codec import DecodedBatch
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.batches import MAX_REASON
-from kvatlas.indexer.fleet import MAX_REJECTED_KINDS
-from kvatlas.indexer.instances import MAX_OPEN_INVENTORY_BYTES, PART_BYTES, OpenInventory
-from kvatlas.indexer.reader import IndexReader, IndexStats, Replaced
-from kvatlas.indexer.records import MAX_CONTROLS
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import (
+from kvatlas.indexer.fold.batches import MAX_REASON
+from kvatlas.indexer.fold.fleet import MAX_REJECTED_KINDS
+from kvatlas.indexer.fold.instances import MAX_OPEN_INVENTORY_BYTES, PART_BYTES, OpenInventory
+from kvatlas.indexer.fold.records import MAX_CONTROLS
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import (
     BatchArrived,
     HoleSeen,
     LeaseExpired,
@@ -25,17 +24,18 @@ from kvatlas.indexer.stimuli import (
     RequestInventory,
     stimulus_of,
 )
+from kvatlas.indexer.reader import IndexReader, IndexStats, Replaced
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     WIRE_VERSION,
     AllBlocksCleared,
     ControlRecord,
-    Doubted,
     EventBatch,
     Inventory,
-    NamespacesMuted,
+    NamespacesOverBudget,
     RejectedEvent,
+    SourceDegraded,
     WorkerDown,
     WorkerUp,
 )
@@ -132,7 +132,7 @@ def test_who_missed_a_release_releases_for_itself() -> None:
 
 def test_of_a_reason_a_line_is_kept() -> None:
     long = "x" * 1_000_000
-    state = a_state(a_batch(up(), NamespacesMuted(hashes(1, 2), long), Doubted(long)))
+    state = a_state(a_batch(up(), NamespacesOverBudget(hashes(1, 2), long), SourceDegraded(long)))
     view = state.instance(W1)
     assert view is not None
     assert [len(why) for why in view.muted.values()] == [MAX_REASON] * 2
@@ -143,7 +143,9 @@ def test_parts_of_an_inventory_without_hashes_are_bounded_too() -> None:
     instance = OpenInventory(as_of_seq=1, parts=10**9)
     numbers = range(1, MAX_OPEN_INVENTORY_BYTES)
     taken = next(
-        n for n in numbers if not instance.take(Inventory(1, n, 10**9, Tier.hbm, b"r" * 16, b""))
+        n
+        for n in numbers
+        if not instance.add_part(Inventory(1, n, 10**9, Tier.hbm, b"r" * 16, b""))
     )
     assert taken <= MAX_OPEN_INVENTORY_BYTES // PART_BYTES + 1
     assert instance.runs == []
@@ -292,7 +294,7 @@ def test_a_record_about_no_epoch_is_ignored() -> None:
 
 
 def test_an_inventory_over_the_limit_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.indexer.instances.MAX_OPEN_INVENTORY_BYTES", 40)
+    monkeypatch.setattr("kvatlas.indexer.fold.instances.MAX_OPEN_INVENTORY_BYTES", 40)
     state = a_state(a_batch(up(), stored(1)))
     state.handle(arrived(a_batch(inventory(1, 2, as_of=1, part=1, parts=3), seq=2), 2))
     state.handle(arrived(a_batch(inventory(3, as_of=1, part=2, parts=3), seq=3), 3))

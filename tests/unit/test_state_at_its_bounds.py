@@ -9,12 +9,12 @@ import pytest
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import encode
 from kvatlas.indexer import FlatRadixIndex, ReferenceIndex
-from kvatlas.indexer.batches import MAX_COUNT
-from kvatlas.indexer.index import PrefixIndex
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import AuditFailed, HoleSeen, RequestInventory, stimulus_of
+from kvatlas.indexer.fold.batches import MAX_COUNT
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import AuditFailed, HoleSeen, RequestInventory, stimulus_of
+from kvatlas.indexer.index.port import PrefixIndex
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
 from kvatlas.schemas.errors import IndexFull
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
@@ -115,6 +115,6 @@ def test_however_many_are_missing_a_snapshot_and_readers_can_be_told(tmp_path: P
     with publication:
         take(state, a_batch(up()), a_batch(seq=MAX_SEQUENCE), a_batch(up(), epoch=2))
     assert state.stats().missing_batches == MAX_COUNT
-    publication.pulse(Pulse(True, True, 0, time.monotonic(), {}))
+    publication.publish_status(WriterStatus(True, True, 0, time.monotonic(), {}))
     state.export()()
     arrays.close()

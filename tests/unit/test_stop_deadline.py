@@ -10,15 +10,15 @@ import threading
 
 import pytest
 
-from kvatlas.worker_hooks.stop_deadline import OVERDUE_STATUS, StopDeadline, end_of
+from kvatlas.worker_hooks.sidecar.stop_deadline import OVERDUE_STATUS, StopDeadline, end_of
 from testkit.waiting import WAIT_SECONDS
 
 #: a process whose loop never waits once it runs; it says so first
 SPINNING = """
     import asyncio
     from time import sleep
-    from kvatlas.worker_hooks.process import signals_call
-    from kvatlas.worker_hooks.stop_deadline import begin_stop_with, end_of, limit_stop
+    from kvatlas.worker_hooks.sidecar.process import signals_call
+    from kvatlas.worker_hooks.sidecar.stop_deadline import begin_stop_with, end_of, limit_stop
 
     async def spin():
         deadline = limit_stop("spinner", 0.2)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.events.leases import LeaseChange
-from kvatlas.indexer.superseded import MAX_WATCHED, SupersededEpochs
+from kvatlas.indexer.service.superseded import MAX_WATCHED, SupersededEpochs
 from kvatlas.schemas.ids import InstanceId
 
 W1 = InstanceId("w1", 0)

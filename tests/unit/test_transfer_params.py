@@ -6,7 +6,7 @@ import pytest
 from kvatlas.router.answers import RouteAnswer
 from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import NamespaceDescriptor, host_and_port
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 from testkit.fleet import Fleet, a_prompt, a_request
 
 PROMPT = a_prompt(1_600)

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.tree import Tree
-from kvatlas.router.trees import KEPT_SECONDS, Trees
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.tree import Tree
+from kvatlas.router.http.trees import KEPT_SECONDS, Trees
 from testkit.builders import a_batch, arrived, stored, up
 from testkit.waiting import WAIT_SECONDS, until
 

@@ -8,15 +8,15 @@ import pytest
 
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import KvEvent
-from kvatlas.worker_hooks.caveats import MAX_FIELDS
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.registry import adapter_of
-from kvatlas.worker_hooks.outbox import Outbox
 from kvatlas.worker_hooks.raw_events import RawEngineBatch, RawRestarted, encode_raw
-from kvatlas.worker_hooks.reporter import Reporter
+from kvatlas.worker_hooks.reporting.engine_state.degradation import MAX_FIELDS
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.outbox import Outbox
+from kvatlas.worker_hooks.reporting.reporter import Reporter
 from testkit.builders import up
-from testkit.edges import doubts
 from testkit.engine_words import DESCRIPTOR, MODEL
+from testkit.trackers import doubts
 
 TOKENS = list(range(DESCRIPTOR.block_tokens))
 VLLM = {"block_hashes": [1], "parent_block_hash": None, "token_ids": TOKENS, "block_size": 4}
@@ -90,9 +90,9 @@ class Reporting:
     """A reporter, and what it has put into its outbox."""
 
     def __init__(self) -> None:
-        self.edge = Edge(MODEL, DESCRIPTOR)
+        self.tracker = EngineStateTracker(MODEL, DESCRIPTOR)
         self._outbox = Outbox(InstanceId("w1", 0), up(MODEL))
-        self.reporter = Reporter(self.edge, self._outbox)
+        self.reporter = Reporter(self.tracker, self._outbox)
         self.reporter.begin_epoch(1)
         self._now = 0.0
 
@@ -100,7 +100,7 @@ class Reporting:
         self._now += 1.0
         self.reporter.report(map(encode_raw, events), writer_lists=False, now=self._now)
         said: list[KvEvent] = []
-        while (batch := self._outbox.take(self._now, 0)) is not None:
+        while (batch := self._outbox.next_batch(self._now, 0)) is not None:
             said += batch.events
         return said
 
@@ -117,14 +117,14 @@ def test_a_field_that_nobody_reads_makes_its_instance_doubtful_by_name(
     assert reporting.reporter.counters()["rejected_unknown_field"] == 1
     # it is said again before digests, and once however often the field comes
     assert doubts(reporting.told(RawEngineBatch(engine, payload))) == []
-    assert doubts(reporting.edge.caveats()) == [reason]
+    assert doubts(reporting.tracker.degradation_notices()) == [reason]
 
 
 @pytest.mark.parametrize(("engine", "payload"), QUIET)
 def test_a_field_without_a_value_or_of_no_weight_costs_nothing(engine: str, payload: bytes) -> None:
     reporting = Reporting()
     assert doubts(reporting.told(RawEngineBatch(engine, payload))) == []
-    assert reporting.edge.doubt == ""
+    assert reporting.tracker.degraded_reason == ""
     assert "rejected_unknown_field" not in reporting.reporter.counters()
 
 
@@ -139,15 +139,15 @@ def test_the_doubt_lasts_as_long_as_the_engine() -> None:
     reporting = Reporting()
     reporting.told(RawEngineBatch("vllm", packed(a_store(draft_window=[3]))))
     reporting.told(RawEngineBatch("vllm", packed(a_store())))
-    assert "BlockStored.draft_window" in reporting.edge.doubt
+    assert "BlockStored.draft_window" in reporting.tracker.degraded_reason
     reporting.told(RawRestarted("another one"))
-    assert reporting.edge.doubt == ""
+    assert reporting.tracker.degraded_reason == ""
 
 
 def test_names_of_fields_are_few_and_short() -> None:
     reporting = Reporting()
     fields = {f"{number:03}" + "x" * 500: 1 for number in range(3 * MAX_FIELDS)}
     reporting.told(RawEngineBatch("vllm", packed(a_store(**fields))))
-    assert reporting.edge.doubt.count("BlockStored.") == MAX_FIELDS
-    assert "and more" in reporting.edge.doubt
-    assert len(reporting.edge.doubt) < 1_000
+    assert reporting.tracker.degraded_reason.count("BlockStored.") == MAX_FIELDS
+    assert "and more" in reporting.tracker.degraded_reason
+    assert len(reporting.tracker.degraded_reason) < 1_000

@@ -11,11 +11,11 @@ from msgspec import Struct
 
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import Tier
-from kvatlas.worker_hooks.edge import Edge
 from kvatlas.worker_hooks.engines.vllm import VllmAdapter
-from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.raw_events import RawEngineBatch, RawHeld, decode_raw
-from kvatlas.worker_hooks.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.reporting.engine_state.tracker import EngineStateTracker
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter
 from kvatlas.worker_hooks.vllm_plugin.facts import (
     dropped_blocks,
     full_groups,
@@ -24,7 +24,7 @@ from kvatlas.worker_hooks.vllm_plugin.facts import (
     why_no_exchange,
 )
 from kvatlas.worker_hooks.vllm_plugin.publisher import AUDIT_SECONDS, EngineReports
-from kvatlas.worker_hooks.vllm_plugin.told_blocks import ToldBlocks
+from kvatlas.worker_hooks.vllm_plugin.told_blocks import PublishedBlocks
 
 BLOCK_TOKENS = 2
 
@@ -71,7 +71,7 @@ class Engine:
     def __init__(self, ring: Path) -> None:
         self.hook = WorkerHook(RingWriter.create(ring, lists=True))
         self.reader = RingReader(ring)
-        self.edge = Edge("m", NamespaceDescriptor(BLOCK_TOKENS))
+        self.tracker = EngineStateTracker("m", NamespaceDescriptor(BLOCK_TOKENS))
         self.cached: set[bytes] = set()
         self.now = 0.0
         self.reports = EngineReports(
@@ -98,8 +98,8 @@ class Engine:
         return said
 
     def held(self) -> set[Any]:
-        self.edge.handle(self.heard())
-        resident = self.edge.resident()
+        self.tracker.handle(self.heard())
+        resident = self.tracker.resident()
         return set(resident.get(0, {}).get(Tier.hbm, []))
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_told_is_counted_and_never_raised(engine: Engine) -> None
 
 
 def test_told_blocks_share_a_payload_and_lose_it_with_the_last() -> None:
-    told = ToldBlocks()
+    told = PublishedBlocks()
     told.stored((0, "GPU"), [b"a", b"b"], msgspec.msgpack.encode("store"))
     told.removed((0, "GPU"), [b"a"])
     (batch,) = told.batches()

@@ -2,7 +2,7 @@
 
 import gc
 
-from kvatlas import serve
+from kvatlas.runtime import serve
 
 
 async def test_what_kernels_keep_is_never_looked_through_for_garbage() -> None:

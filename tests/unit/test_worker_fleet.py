@@ -2,8 +2,8 @@
 
 import msgspec
 
+from kvatlas.runtime.worker_fleet import EngineOptions, _arguments, _environment
 from kvatlas.schemas.settings import NatsSettings, Settings, load_settings
-from kvatlas.worker_fleet import EngineOptions, _arguments, _environment
 
 URL = "nats://kv:p4ss-w0rd@127.0.0.1:4222"
 ENGINES = EngineOptions(1, 100, 16_384, 16, 20_000.0, 50.0, 1.0)

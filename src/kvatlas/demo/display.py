@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from kvatlas.demo.outcomes import Outcome, PolicyFigures
+from kvatlas.demo.outcomes import PlayedRequestOutcome, PolicyFigures
 from kvatlas.demo.run import DemoReport
 from kvatlas.schemas.printable import printable
 
@@ -42,7 +42,7 @@ class LiveDisplay:
     def lagged(self, lag_ms: float) -> None:
         self._lag = f"{lag_ms:.1f} ms"
 
-    def played(self, policy: str, outcomes: Sequence[Outcome]) -> None:
+    def played(self, policy: str, outcomes: Sequence[PlayedRequestOutcome]) -> None:
         if policy not in self._tasks:
             self._asked = self._hits = self._pulled = 0
             self._tasks[policy] = self._progress.add_task(

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from msgspec import Struct
 
+from kvatlas.runtime.stopping import end_at_once
 from kvatlas.schemas.errors import FleetNotStarted
-from kvatlas.stopping import end_at_once
 
 START_SECONDS = 90.0
 STOP_SECONDS = 20.0

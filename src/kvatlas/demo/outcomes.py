@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 
-class Outcome(Struct, frozen=True):
+class PlayedRequestOutcome(Struct, frozen=True):
     """One request: where it ran and where the KV of its prompt came from.
 
     Blocks are full prompt blocks: prompt = local + pulled + computed. `ttft_ms` is on the model's
@@ -48,7 +48,7 @@ class PullFigures(Struct, frozen=True):
     transport: str
 
 
-def policy_figures(outcomes: Sequence[Outcome], num_workers: int) -> PolicyFigures:
+def policy_figures(outcomes: Sequence[PlayedRequestOutcome], num_workers: int) -> PolicyFigures:
     """Return the figures of one policy; work is the prompt blocks that a worker computed."""
     asked = sum(o.prompt_blocks for o in outcomes) or 1
     local = sum(o.local_blocks for o in outcomes)
@@ -68,7 +68,7 @@ def policy_figures(outcomes: Sequence[Outcome], num_workers: int) -> PolicyFigur
     )
 
 
-def pull_figures(outcomes: Sequence[Outcome]) -> PullFigures:
+def pull_figures(outcomes: Sequence[PlayedRequestOutcome]) -> PullFigures:
     """Return the sum of all pulls."""
     return PullFigures(
         blocks=sum(o.pulled_blocks for o in outcomes),

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvatlas.demo.outcomes import Outcome
+from kvatlas.demo.outcomes import PlayedRequestOutcome
 from kvatlas.demo.prompts import PlayedRequest
 from kvatlas.schemas.errors import RequestLost, RequestRefused
 
@@ -21,8 +21,8 @@ async def play(
     router_url: str,
     model: str,
     speed: float,
-    on_outcome: Callable[[Outcome], None],
-) -> list[Outcome]:
+    on_outcome: Callable[[PlayedRequestOutcome], None],
+) -> list[PlayedRequestOutcome]:
     """Send each request at its time on a clock that runs `speed` times as fast.
 
     The router sees them in their order, also those that arrive together. A worker that dies costs a
@@ -31,7 +31,7 @@ async def play(
     started, first_ms = time.monotonic(), requests[0].arrival_ms
     in_order = asyncio.Lock()
 
-    async def one(request: PlayedRequest, client: aiohttp.ClientSession) -> Outcome:
+    async def one(request: PlayedRequest, client: aiohttp.ClientSession) -> PlayedRequestOutcome:
         due = started + (request.arrival_ms - first_ms) / 1000 / speed
         await asyncio.sleep(max(due - time.monotonic(), 0))
         outcome = await _serve(request, client, in_order, router_url, model, speed)
@@ -53,7 +53,7 @@ async def _serve(
     router_url: str,
     model: str,
     speed: float,
-) -> Outcome:
+) -> PlayedRequestOutcome:
     prompt = request.prompt()
     question = {"model": model, "tokens": prompt}
     for retries in range(MAX_RETRIES):
@@ -114,9 +114,11 @@ def _report(served: dict[str, Any], request: PlayedRequest, speed: float) -> dic
     }
 
 
-def _outcome(worker: str, served: dict[str, Any], route_ms: float, retries: int) -> Outcome:
+def _outcome(
+    worker: str, served: dict[str, Any], route_ms: float, retries: int
+) -> PlayedRequestOutcome:
     pull = served["pull"]
-    return Outcome(
+    return PlayedRequestOutcome(
         worker=worker,
         prompt_blocks=served["prompt_blocks"],
         local_blocks=served["local_blocks"],

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
+from kvatlas.common.runtime_folder import runtime_folder, temporary_folder
 from kvatlas.demo.fleet_process import FleetAddress, fleet_process, get_json
 from kvatlas.demo.one_big_lru import one_big_lru_hit_ratio
 from kvatlas.demo.outcomes import (
-    Outcome,
+    PlayedRequestOutcome,
     PolicyFigures,
     PullFigures,
     policy_figures,
@@ -25,12 +26,11 @@ from kvatlas.demo.play import play
 from kvatlas.demo.prompts import TRACE_BLOCK_TOKENS, PlayedRequest
 from kvatlas.demo.sessions import generate_requests
 from kvatlas.demo.trace import read_trace
-from kvatlas.events.sql_archive import SqlArchive
-from kvatlas.replay import Moment, replay_archive
-from kvatlas.runtime_folder import runtime_folder, temporary_folder
+from kvatlas.events.archive.sql import SqlArchive
+from kvatlas.hindsight.replay import Moment, replay_archive
 from kvatlas.schemas.errors import DemoStopped, InvalidSetting
 from kvatlas.schemas.settings import variable_of
-from kvatlas.worker_hooks.process import signals_call
+from kvatlas.worker_hooks.sidecar.process import signals_call
 
 MODEL = "reference"
 BASELINE = "round_robin"
@@ -92,7 +92,7 @@ class DemoReport(Struct, frozen=True):
 class _PolicyRun(Struct):
     """What one policy's fleet left behind."""
 
-    outcomes: list[Outcome]
+    outcomes: list[PlayedRequestOutcome]
     figures: PolicyFigures
     stats: dict[str, Any]
     equal_digests: dict[str, bool]
@@ -101,7 +101,7 @@ class _PolicyRun(Struct):
 class Audience(Protocol):
     """Who watches a demo."""
 
-    def played(self, policy: str, outcomes: Sequence[Outcome]) -> None:
+    def played(self, policy: str, outcomes: Sequence[PlayedRequestOutcome]) -> None:
         """A request has ended; `outcomes` are all so far, the newest last."""
 
     def lagged(self, lag_ms: float) -> None:
@@ -201,13 +201,13 @@ async def _run_policy(
     audience: Audience,
     log: Sequence[str] = (),
 ) -> _PolicyRun:
-    outcomes: list[Outcome] = []
+    outcomes: list[PlayedRequestOutcome] = []
     arguments = [*_serve_arguments(options, policy), *log]
     # not as an argument, which all users of this machine see: it may have a password
     environment = {variable_of("archive.url"): archive or ""}
     async with fleet_process(arguments, environment) as fleet:
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: PlayedRequestOutcome) -> None:
             outcomes.append(outcome)
             audience.played(policy, outcomes)
 

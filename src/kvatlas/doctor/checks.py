@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from kvatlas.doctor import flags
 from kvatlas.doctor.engine_hashes import MatchedHash, matched_hash
-from kvatlas.doctor.facts import Arrival, EngineFacts, EngineKind, Probe, SeenHash, Texts
+from kvatlas.doctor.facts import Arrival, EngineKind, Probe, ProbedFacts, SeenHash, Texts
 from kvatlas.router.answers import WorkerAnswer, WorkersAnswer
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.hashing import MAX_BLOCK_TOKENS
@@ -42,7 +42,7 @@ def no_answer(check: str, problem: str, change: str) -> Finding:
     return Finding(check, Status.fail, problem, change)
 
 
-def check_engine(engine: EngineFacts) -> Finding:
+def check_engine(engine: ProbedFacts) -> Finding:
     """Say which engine answers."""
     what = f"{engine.kind} {engine.version}".strip()
     return Finding("engine", Status.ok, f"{what} serves {_names(engine.models)}")
@@ -85,7 +85,7 @@ def check_url(ranks: Sequence[WorkerAnswer], engine_url: str) -> Finding:
     return Finding("base_url", Status.warn, says, flags.BASE_URL)
 
 
-def check_model(model: str, ranks: Sequence[WorkerAnswer], engine: EngineFacts) -> Finding:
+def check_model(model: str, ranks: Sequence[WorkerAnswer], engine: ProbedFacts) -> Finding:
     """Do router and engine mean the same by the model's name?"""
     served = (*engine.models, *engine.adapters)
     if model not in served:
@@ -98,7 +98,7 @@ def check_model(model: str, ranks: Sequence[WorkerAnswer], engine: EngineFacts) 
     return Finding("model", Status.ok, f"both know {model!r}")
 
 
-def check_block_size(ranks: Sequence[WorkerAnswer], engine: EngineFacts) -> Finding:
+def check_block_size(ranks: Sequence[WorkerAnswer], engine: ProbedFacts) -> Finding:
     """Does the worker cut prompts as its engine does?"""
     told = {rank.block_tokens for rank in ranks}
     shown = ", ".join(str(tokens) for tokens in sorted(told))
@@ -120,7 +120,7 @@ def unknown_block_size() -> Finding:
     return Finding("probe", Status.fail, says, "--block-tokens of the bridge or sidecar")
 
 
-def check_prefix_caching(engine: EngineFacts) -> Finding:
+def check_prefix_caching(engine: ProbedFacts) -> Finding:
     """Does the engine reuse anything at all?"""
     if engine.prefix_caching is None:
         return Finding("prefix_caching", Status.skipped, "the engine does not say")
@@ -130,7 +130,7 @@ def check_prefix_caching(engine: EngineFacts) -> Finding:
     return Finding("prefix_caching", Status.ok, "the engine caches prefixes")
 
 
-def check_hashing(engine: EngineFacts, seen: SeenHash, python_hash_seed: str | None) -> Finding:
+def check_hashing(engine: ProbedFacts, seen: SeenHash, python_hash_seed: str | None) -> Finding:
     """Informative: how the engine itself names blocks; nothing of ours depends on it."""
     algorithm = engine.hash_algorithm
     if engine.kind is not EngineKind.vllm or algorithm is None:
@@ -148,7 +148,7 @@ def check_hashing(engine: EngineFacts, seen: SeenHash, python_hash_seed: str | N
             return Finding("engine_hashes", Status.warn, says, flags.NONE_HASH)
 
 
-def check_events(arrival: Arrival, engine: EngineFacts, block_size: Finding) -> Finding:
+def check_events(arrival: Arrival, engine: ProbedFacts, block_size: Finding) -> Finding:
     """Has what the engine just computed become known?"""
     within = f"{arrival.waited_seconds:.1f} s"
     if arrival.matched_tokens >= arrival.expected_tokens:
@@ -210,7 +210,7 @@ def _naming(rank: WorkerAnswer) -> str:
 
 
 def check_overlap(
-    cold: Probe, warm: Probe, engine: EngineFacts, rank: WorkerAnswer | None = None
+    cold: Probe, warm: Probe, engine: ProbedFacts, rank: WorkerAnswer | None = None
 ) -> Finding:
     """Does the engine reuse as much as the router predicts, of an unknown and of a known prompt?"""
     dropped = None if rank is None else _dropped_blocks((cold, warm), rank)
@@ -246,13 +246,13 @@ def _dropped_blocks(probes: Sequence[Probe], rank: WorkerAnswer) -> int | None:
     return dropped if 0 <= dropped != told else None
 
 
-def check_salt(cold: Probe, warm: Probe, engine: EngineFacts) -> Finding:
+def check_salt(cold: Probe, warm: Probe, engine: ProbedFacts) -> Finding:
     """The same with a cache_salt, of a prompt that is known without one."""
     return _check_probes("cache_salt", (cold, warm), engine, flags.SALT[engine.kind])
 
 
 def check_chat(
-    probe: Probe, block_tokens: int, engine: EngineFacts, unreusable_blocks: int = 0
+    probe: Probe, block_tokens: int, engine: ProbedFacts, unreusable_blocks: int = 0
 ) -> Finding:
     """Does a conversation come out as the tokens that its engine tells others that it is?"""
     # The last token is computed in any case, and with it its block.
@@ -262,7 +262,7 @@ def check_chat(
     return _check_probes("chat", (probe,), engine, flags.TOKENIZER)
 
 
-def _check_probes(check: str, probes: Sequence[Probe], engine: EngineFacts, miss: str) -> Finding:
+def _check_probes(check: str, probes: Sequence[Probe], engine: ProbedFacts, miss: str) -> Finding:
     refused = next((probe.refused for probe in probes if probe.refused), "")
     if refused:
         return Finding(check, Status.skipped, f"the engine refused the probe: {refused}")
@@ -287,7 +287,7 @@ def _check_probes(check: str, probes: Sequence[Probe], engine: EngineFacts, miss
     return Finding(check, Status.ok, f"{equal} tokens predicted and reused")
 
 
-def check_adapters(ranks: Sequence[WorkerAnswer], engine: EngineFacts) -> Finding:
+def check_adapters(ranks: Sequence[WorkerAnswer], engine: ProbedFacts) -> Finding:
     """Are the engine's LoRA adapters those that requests can be routed for?"""
     told = {name for rank in ranks for name in rank.adapters}
     if told == set(engine.adapters):

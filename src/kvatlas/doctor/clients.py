@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from kvatlas.doctor.facts import UNREADABLE, EngineFacts, engine_facts
+from kvatlas.doctor.facts import UNREADABLE, ProbedFacts, engine_facts
 from kvatlas.router.answers import ScoreAnswer, WorkersAnswer
 from kvatlas.schemas.errors import KeyRefused, NoAnswer
 
@@ -66,7 +66,7 @@ class EngineClient:
         if rank is not None:
             self._headers["x-data-parallel-rank"] = str(rank)
 
-    async def facts(self) -> EngineFacts:
+    async def facts(self) -> ProbedFacts:
         """Return what it says of itself."""
         status, models = await self._get("/v1/models")
         if status in (401, 403):

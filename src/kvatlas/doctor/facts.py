@@ -27,7 +27,7 @@ class EngineKind(StrEnum):
     other = "other"
 
 
-class EngineFacts(Struct, frozen=True, kw_only=True):
+class ProbedFacts(Struct, frozen=True, kw_only=True):
     """What an engine says of itself over HTTP."""
 
     kind: EngineKind = EngineKind.other
@@ -105,7 +105,7 @@ class _ServerInfo(Struct, frozen=True):
 
 def engine_facts(
     models: bytes, metrics: str, server_info: bytes = b"", version: str = ""
-) -> EngineFacts:
+) -> ProbedFacts:
     """Return what /v1/models, /metrics and, of SGLang, /server_info say.
 
     Raises one of `UNREADABLE` when the first is no list of models.
@@ -117,19 +117,19 @@ def engine_facts(
         return _vllm_facts(_labels(metrics, "vllm:cache_config_info"), base, adapters, version)
     if "sglang:" in metrics or server_info:
         return _sglang_facts(server_info, base, adapters)
-    return EngineFacts(models=base, adapters=adapters, version=version)
+    return ProbedFacts(models=base, adapters=adapters, version=version)
 
 
 def _vllm_facts(
     labels: dict[str, str], models: tuple[str, ...], adapters: dict[str, str], version: str
-) -> EngineFacts:
+) -> ProbedFacts:
     #: of several KV groups, blocks are named by the finest unit
     size = labels.get("hash_block_size", "")
     if not size.isdecimal():
         size = labels.get("block_size", "")
     caching = labels.get("enable_prefix_caching")
     block_tokens, odd = _block_tokens(size)
-    return EngineFacts(
+    return ProbedFacts(
         kind=EngineKind.vllm,
         version=version,
         models=models,
@@ -143,14 +143,14 @@ def _vllm_facts(
 
 def _sglang_facts(
     server_info: bytes, models: tuple[str, ...], adapters: dict[str, str]
-) -> EngineFacts:
+) -> ProbedFacts:
     try:
         info = msgspec.json.decode(server_info or b"{}", type=_ServerInfo)
     except UNREADABLE:
         info = _ServerInfo()
     disabled = info.disable_radix_cache
     block_tokens, odd = _block_tokens(bytes(info.page_size).decode(errors="replace"))
-    return EngineFacts(
+    return ProbedFacts(
         kind=EngineKind.sglang,
         version=info.version,
         models=models,

@@ -13,7 +13,7 @@ from kvatlas.doctor import checks
 from kvatlas.doctor.checks import Finding, Status
 from kvatlas.doctor.clients import EngineClient, RouterClient, doctor_session
 from kvatlas.doctor.engine_events import Heard, listening
-from kvatlas.doctor.facts import Arrival, EngineFacts, Probe, Texts
+from kvatlas.doctor.facts import Arrival, Probe, ProbedFacts, Texts
 from kvatlas.doctor.local_text import LocalTokenizer
 from kvatlas.router.answers import WorkerAnswer
 from kvatlas.schemas.errors import KeyRefused, NoAnswer
@@ -106,7 +106,7 @@ async def run_doctor(options: DoctorOptions, tell: Tell) -> list[Finding]:
     return findings
 
 
-def _block_tokens(engine: EngineFacts, view: WorkerAnswer) -> int:
+def _block_tokens(engine: ProbedFacts, view: WorkerAnswer) -> int:
     """Return how long a probe's blocks are; the worker says 0 before it has introduced itself."""
     return engine.block_tokens or view.block_tokens
 
@@ -125,7 +125,7 @@ class _Probing:
         self,
         options: DoctorOptions,
         model: str,
-        engine: EngineFacts,
+        engine: ProbedFacts,
         client: EngineClient,
         router: RouterClient,
         view: WorkerAnswer,

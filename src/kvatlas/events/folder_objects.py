@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from secrets import token_hex
 
+from kvatlas.common.own_files import FOLDER_MODE, create_file, has_own
 from kvatlas.events.objects import ORPHAN_SECONDS, Buffer, ObjectEntry, Take, check_name
-from kvatlas.own_files import FOLDER_MODE, create_file, has_own
 from kvatlas.schemas.errors import ForeignFile, NotFound, Unavailable
 
 CHUNK_BYTES = 1 << 20

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.indexer.kernel.arithmetic import swapped, times
-from kvatlas.indexer.kernel.compiling import IS_COMPILED, compiled
-from kvatlas.indexer.kernel.handles import words_in
-from kvatlas.indexer.kernel.layout import BYTES, LOW_HALF, ONE, SHIFT_32, ZERO
+from kvatlas.indexer.index.kernel.arithmetic import swapped, times
+from kvatlas.indexer.index.kernel.compiling import IS_COMPILED, compiled
+from kvatlas.indexer.index.kernel.handles import words_in
+from kvatlas.indexer.index.kernel.layout import BYTES, LOW_HALF, ONE, SHIFT_32, ZERO
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]

@@ -1,7 +1,7 @@
 """The port that routers, pages and command lines read the index through, and its answers."""
 
 from collections.abc import Callable, Generator, Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -12,8 +12,12 @@ from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import ENGINE_STALLED
 
-if TYPE_CHECKING:
-    from kvatlas.indexer.tree import Tree
+
+class Lag(NamedTuple):
+    """How far the index is behind: messages of the log, and seconds since the broker was heard."""
+
+    stream_sequences: int
+    seconds_since_contact: float
 
 
 class InstanceMatch(NamedTuple):
@@ -83,6 +87,19 @@ class TreeRun(Struct, frozen=True):
     children: tuple["TreeRun", ...]
 
 
+class TreeView(Protocol):
+    """A copy of the radix tree as of one stream sequence."""
+
+    @property
+    def stream_sequence(self) -> int:
+        """The last message of the log that it knows."""
+        ...
+
+    def view(self, depth: int, width: int) -> Generator[None, None, list[TreeRun]]:
+        """Yield after each run of the view, and return its top; see `index.tree.Tree`."""
+        ...
+
+
 class RejectedCount(Struct, frozen=True):
     """How often something of one kind from one worker was skipped."""
 
@@ -143,7 +160,7 @@ class IndexStats(Struct, frozen=True):
         return sum(each.count for each in self.rejected)
 
 
-class Roll:
+class InstanceSelection:
     """Instances that are asked about together, again and again: each has a line in the answers.
 
     Where an index has them is found once and kept here, as long as its numbers stand for the same.
@@ -198,7 +215,7 @@ class IndexReader(Protocol):
         """Return the instances that hold the first block of a packed chain. O(chain)."""
         ...
 
-    def held(self, chain: bytes, roll: Roll) -> NDArray[np.uint32]:
+    def held(self, chain: bytes, selection: InstanceSelection) -> NDArray[np.uint32]:
         """Return `by_tier` of the match of each instance on the roll, a line each.
 
         Zeros where there is no match. The same as `match`, without an object per holder.
@@ -229,7 +246,7 @@ class IndexReader(Protocol):
         """
         ...
 
-    def copy_tree(self) -> "Callable[[], Tree]":
+    def copy_tree(self) -> Callable[[], TreeView]:
         """Copy what the radix tree is made of; what is returned makes it, in any thread.
 
         O(index), both: for threads beside this one. Nothing may be folded in during the copy.

@@ -11,7 +11,7 @@ from kvatlas.schemas.ids import InstanceId
 _instance = attrgetter("instance")
 
 
-class ServingLists:
+class WorkersByModel:
     """For each model and adapter, who serves it, by name.
 
     Lists are replaced, never changed: whoever got one may keep it, and knows by identity that
@@ -39,7 +39,7 @@ class ServingLists:
                 self._views[name] = view
             elif before is None:
                 continue
-            if before is None or view is None or not _is_alike(before.info, view.info):
+            if before is None or view is None or not _is_unchanged(before.info, view.info):
                 lists = None
             if lists is None or view is None:
                 continue
@@ -69,5 +69,5 @@ def _served(view: InstanceView) -> set[str]:
     return set() if view.info is None else {*view.info.models, *view.info.adapters}
 
 
-def _is_alike(before: WorkerInfo | None, now: WorkerInfo | None) -> bool:
+def _is_unchanged(before: WorkerInfo | None, now: WorkerInfo | None) -> bool:
     return before is now or before == now

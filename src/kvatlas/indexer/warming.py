@@ -3,9 +3,10 @@
 import time
 from typing import NamedTuple
 
+from kvatlas.indexer import prompt_kernel
+from kvatlas.indexer.index import kernel
+
 # a kernel is declared when its module is imported
-from kvatlas.indexer import fence_kernel as fence_kernel
-from kvatlas.indexer import kernel, prompt_kernel
 
 
 class Warmed(NamedTuple):

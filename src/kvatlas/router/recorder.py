@@ -9,7 +9,7 @@ import msgspec
 
 from kvatlas.events.bus import Publisher
 from kvatlas.events.subjects import decisions_subject
-from kvatlas.router.slate import LateQuestion
+from kvatlas.router.decision.candidate_table import DeferredQuestion
 from kvatlas.schemas.errors import BusUnavailable, MessageTooLarge, StreamRefused
 from kvatlas.schemas.routing import Decision, encode_decision
 from kvatlas.schemas.settings import RouterSettings
@@ -47,7 +47,7 @@ class DecisionLog(Protocol):
         """Decisions in the log with parts left out, since the broker takes no message so large."""
         ...
 
-    def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
+    def record(self, decision: Decision, question: DeferredQuestion | None = None) -> None:
         """Take a decision. Returns at once; what does not fit is dropped and counted.
 
         `question` makes that of the decision when somebody looks at it, if it is not in it yet.
@@ -67,7 +67,7 @@ class Recorded(NamedTuple):
     """A decision, what makes its question if it has none yet, and what both take in memory."""
 
     outline: Decision
-    question: LateQuestion | None
+    question: DeferredQuestion | None
     num_bytes: int
 
     def whole(self) -> Decision:
@@ -77,7 +77,7 @@ class Recorded(NamedTuple):
         return msgspec.structs.replace(self.outline, question=self.question())
 
 
-def recorded(decision: Decision, question: LateQuestion | None = None) -> Recorded:
+def recorded(decision: Decision, question: DeferredQuestion | None = None) -> Recorded:
     """Return a decision with an estimate of its bytes: what grows with a request is counted."""
     num_bytes = OUTLINE_BYTES + SCORE_BYTES * len(decision.candidates)
     for group in decision.groups:
@@ -142,7 +142,7 @@ class MemoryDecisionLog:
     def num_reduced(self) -> int:
         return self._num_reduced
 
-    def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
+    def record(self, decision: Decision, question: DeferredQuestion | None = None) -> None:
         self.keep(recorded(decision, question))
 
     def keep(self, made: Recorded) -> None:
@@ -217,7 +217,7 @@ class StreamDecisionLog:
     def num_reduced(self) -> int:
         return self._kept.num_reduced
 
-    def record(self, decision: Decision, question: LateQuestion | None = None) -> None:
+    def record(self, decision: Decision, question: DeferredQuestion | None = None) -> None:
         made = recorded(decision, question)
         self._kept.keep(made)
         num_bytes = self._waiting_bytes + made.num_bytes

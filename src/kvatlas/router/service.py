@@ -1,7 +1,7 @@
 """Scores and routes requests: gathers candidates, asks the policy, remembers what it gave to whom.
 
-    request --Candidates.gather--> Slate --policies.pick--> Pick --plan_for--> Decision
-                 index, Loads, Overlay                            `--> Loads, Overlay, DecisionLog
+    request --CandidateFinder--> CandidateTable --pick--> Pick --plan_for--> Decision
+               index, LoadTracker, PredictedBlocks     `--> loads, predictions, DecisionLog
 
 Synchronous, on one thread, without I/O: an answer stands on one state of the index.
 """
@@ -15,21 +15,21 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvatlas.indexer import kernel, prompt_kernel
-from kvatlas.indexer.reader import IndexReader, InstanceView
-from kvatlas.indexer.service import Lag
+from kvatlas.indexer import prompt_kernel
+from kvatlas.indexer.index import kernel
+from kvatlas.indexer.reader import IndexReader, InstanceView, Lag
 from kvatlas.router.answers import RouteAnswer, ScoreAnswer
-from kvatlas.router.candidates import Candidates, Gathered, recorded_groups
-from kvatlas.router.failures import Failures
-from kvatlas.router.loads import Load, Loads
-from kvatlas.router.overdue import OverdueRequests
-from kvatlas.router.overlay import Life, Overlay
-from kvatlas.router.plans import Lenders, plan_for
-from kvatlas.router.policies import Choice, Pick, Policy, picker, policy_named
+from kvatlas.router.decision.candidates import CandidateFinder, FoundCandidates, recorded_groups
+from kvatlas.router.decision.failures import Failures
+from kvatlas.router.decision.loads import InstanceLoad, LoadTracker
+from kvatlas.router.decision.overdue import OverdueRequests
+from kvatlas.router.decision.plans import LendableBlocks, plan_for
+from kvatlas.router.decision.policies import Choice, Pick, Policy, picker, policy_named
+from kvatlas.router.decision.predictions import Life, PredictedBlocks
+from kvatlas.router.decision.requests import Report, ScoreRequest
+from kvatlas.router.decision.scores import scores_of
 from kvatlas.router.recorder import DecisionLog, MemoryDecisionLog
-from kvatlas.router.requests import Report, ScoreRequest
-from kvatlas.router.scores import scores_of
-from kvatlas.router.signals import (
+from kvatlas.router.replicas.signals import (
     MAX_CHAIN_BYTES,
     TIME_DIGITS,
     Done,
@@ -103,7 +103,7 @@ class IndexFeed(Protocol):
         ...
 
 
-class Outcome(NamedTuple):
+class ReportResult(NamedTuple):
     """A report taken in: `applied` is False when the request no longer counted."""
 
     #: without the candidates of its question
@@ -122,11 +122,11 @@ class Router(Protocol):
         """Choose a worker and count the request as its load."""
         ...
 
-    def prefilled(self, decision_id: str, report: Report) -> Outcome:
+    def prefilled(self, decision_id: str, report: Report) -> ReportResult:
         """Take in that a request's prefill has ended. Raises UnknownDecision."""
         ...
 
-    def done(self, decision_id: str, report: Report) -> Outcome:
+    def done(self, decision_id: str, report: Report) -> ReportResult:
         """Take in that a request has ended. Again is no error. Raises UnknownDecision."""
         ...
 
@@ -163,18 +163,18 @@ class RouterService:
         self.index, self.feed = index, feed
         self.policy = policy or policy_named(self.settings.policy, self.settings)
         self._pick = picker(self.policy)
-        self.loads = Loads(self.settings)
-        self.overlay = Overlay(self.settings.predicted_seconds)
+        self.loads = LoadTracker(self.settings)
+        self.overlay = PredictedBlocks(self.settings.predicted_seconds)
         self.failures = Failures(
             self.settings.failure_pause_seconds, self.settings.max_failure_pause_seconds
         )
         self.overdue = OverdueRequests(self.settings.overdue_seconds, self.settings.overdue_factor)
         self.log: DecisionLog = MemoryDecisionLog(self.settings) if log is None else log
-        self._candidates = Candidates(index, self.loads, self.overlay, fleet_key)
+        self._candidates = CandidateFinder(index, self.loads, self.overlay, fleet_key)
         self._clock, self._wall_ns = clock, wall_ns
         self.router_id = router_id or new_router_id()
         #: told what other routers have to know; see siblings.py
-        self.say: Callable[[Signal], None] = lambda signal: None
+        self.publish: Callable[[Signal], None] = lambda signal: None
         self._new_id = new_id or self._timed_id
         self._random = Random(self.settings.seed or None)
         #: decisions so far, by the name that requests use
@@ -182,16 +182,16 @@ class RouterService:
         self._recorded_settings = recorded_settings(self.settings)
 
     def score(self, request: ScoreRequest) -> ScoreAnswer:
-        slate = self._ask(request, self._clock()).slate
-        chosen = self._pick(slate).chosen
+        candidate_table = self._find_candidates(request, self._clock()).table
+        chosen = self._pick(candidate_table).chosen
         count = request.max_candidates or self.settings.max_candidates
         return ScoreAnswer(
             model=request.model,
-            prompt_tokens=slate.prompt_tokens,
+            prompt_tokens=candidate_table.prompt_tokens,
             policy=self.policy.name,
-            chosen=slate.instance(chosen),
-            candidates=scores_of(slate, slate.cheapest(count)),
-            num_candidates=len(slate),
+            chosen=candidate_table.instance(chosen),
+            candidates=scores_of(candidate_table, candidate_table.cheapest(count)),
+            num_candidates=len(candidate_table),
             stream_sequence=self.index.stream_sequence,
             index_age_ms=1000 * self.feed.lag.seconds_since_contact,
             connected=self.feed.connected,
@@ -199,31 +199,38 @@ class RouterService:
 
     def route(self, request: ScoreRequest) -> RouteAnswer:
         now = self._clock()
-        gathered = self._ask(request, now)
-        lineup, slate = gathered.lineup, gathered.slate
-        taken = self._pick(slate)
-        price = slate.price_of(taken.chosen)
-        chain = gathered.chains[lineup.group_of[taken.chosen]]
+        gathered = self._find_candidates(request, now)
+        candidate_set, candidate_table = gathered.candidates, gathered.table
+        taken = self._pick(candidate_table)
+        price = candidate_table.price_of(taken.chosen)
+        chain = gathered.chains[candidate_set.group_of[taken.chosen]]
         plan = plan_for(
-            slate, taken.chosen, price, self.settings, Lenders(self.index, lineup, chain)
+            candidate_table,
+            taken.chosen,
+            price,
+            self.settings,
+            LendableBlocks(self.index, candidate_set, chain),
         )
-        question, is_complete = slate.recorded(taken.chosen, MAX_RECORDED_CANDIDATES)
+        question, is_complete = candidate_table.recorded(taken.chosen, MAX_RECORDED_CANDIDATES)
         decision = self._decision(request, gathered, taken, plan, is_complete)
-        self._turns[request.model] = slate.turn + 1
-        instance, epoch = slate.instance(taken.chosen), lineup.views[taken.chosen].epoch
+        self._turns[request.model] = candidate_table.turn + 1
+        instance, epoch = (
+            candidate_table.instance(taken.chosen),
+            candidate_set.views[taken.chosen].epoch,
+        )
         transfer_ms = price.terms[1] + price.pull_ms
         self.loads.routed(decision.id, instance, plan, transfer_ms, now)
         expected_ms = decision.chosen.expected_ttft_ms
         is_new = plan.reuse_blocks * BLOCK_HASH_BYTES < len(chain)
         new_block = chain[-BLOCK_HASH_BYTES:] if is_new else b""
         # not by the name in the request: loads belong to the worker's own model
-        model = lineup.infos[taken.chosen].model
+        model = candidate_set.infos[taken.chosen].model
         self.overdue.routed(decision.id, instance, epoch, expected_ms, now, new_block, model)
         self.overlay.expect(decision.id, (instance, epoch), chain, now)
         if self.overlay.num_lapsed > MAX_LAPSED:
             self.settle_predictions(SETTLED_A_ROUTE)
         known = chain[:MAX_CHAIN_BYTES]
-        self.say(Routed(decision.id, model, *instance, epoch, plan, transfer_ms, known))
+        self.publish(Routed(decision.id, model, *instance, epoch, plan, transfer_ms, known))
         self.log.record(decision, question)
         count = request.max_candidates or self.settings.max_candidates
         chosen = decision.chosen
@@ -239,7 +246,7 @@ class RouterService:
             prompt_tokens=decision.prompt_tokens,
             expected_ttft_ms=chosen.expected_ttft_ms,
             plan=plan,
-            kv_transfer_params=transfer_params(decision.id, plan, lineup, taken.chosen),
+            kv_transfer_params=transfer_params(decision.id, plan, candidate_set, taken.chosen),
             candidates=decision.candidates[:count],
             num_candidates=decision.num_candidates,
             reasons=decision.reasons,
@@ -249,23 +256,23 @@ class RouterService:
             connected=self.feed.connected,
         )
 
-    def prefilled(self, decision_id: str, report: Report) -> Outcome:
+    def prefilled(self, decision_id: str, report: Report) -> ReportResult:
         report = self._counted(decision_id, report)
         instance = self.loads.instance_of(decision_id)
         is_first = instance is not None and not self.loads.is_prefilled(decision_id)
         applied = self.loads.prefilled(decision_id, report, self._clock())
         if applied:
             self._hear(decision_id, report)
-            self.say(Prefilled(decision_id, report))
+            self.publish(Prefilled(decision_id, report))
         return self._outcome(decision_id, report, applied, instance if is_first else None)
 
-    def done(self, decision_id: str, report: Report) -> Outcome:
+    def done(self, decision_id: str, report: Report) -> ReportResult:
         report = self._counted(decision_id, report)
         instance = self.loads.instance_of(decision_id)
         applied = self.loads.done(decision_id, report, self._clock())
         if applied:
             self._hear(decision_id, report)
-            self.say(Done(decision_id, report))
+            self.publish(Done(decision_id, report))
         return self._outcome(decision_id, report, applied, instance)
 
     def decision(self, decision_id: str) -> Decision:
@@ -274,7 +281,7 @@ class RouterService:
             raise UnknownDecision(decision_id)
         return found
 
-    def load_of(self, instance: InstanceId, epoch: int = 0) -> Load | None:
+    def load_of(self, instance: InstanceId, epoch: int = 0) -> InstanceLoad | None:
         """Return the load of an instance as of now, None if it was no candidate lately."""
         return self.loads.known(instance, self._clock(), epoch)
 
@@ -294,7 +301,7 @@ class RouterService:
         view = self.index.instance(instance)
         return view is not None and view.epoch == epoch and self._holds(instance, last_hash)
 
-    def load_shown(self, view: InstanceView) -> Load | None:
+    def load_shown(self, view: InstanceView) -> InstanceLoad | None:
         """Return the load of an instance for those who look: it ends when the instance is gone."""
         return None if view.trust is Trust.gone else self.load_of(view.instance, view.epoch)
 
@@ -317,7 +324,7 @@ class RouterService:
 
     def _outcome(
         self, decision_id: str, report: Report, applied: bool, instance: InstanceId | None
-    ) -> Outcome:
+    ) -> ReportResult:
         """Return what became of a report; `instance` is where it is news that it went there.
 
         A report of a request that no longer counts says nothing about a worker: sent again and
@@ -333,21 +340,21 @@ class RouterService:
                 self.failures.failed(instance, self._clock())
             else:
                 self.failures.succeeded(instance)
-        return Outcome(decision, applied)
+        return ReportResult(decision, applied)
 
-    def _ask(self, request: ScoreRequest, now: float) -> Gathered:
+    def _find_candidates(self, request: ScoreRequest, now: float) -> FoundCandidates:
         try:
             gathered = self._candidates.gather(request, now, self._avoided(now))
         except UnknownModel:
             if self.feed.is_ready:
                 raise
             raise NoCandidate(request.model, "the index is catching up") from None
-        slate, limit = gathered.slate, self.settings.max_prompt_tokens
-        if slate.prompt_tokens > limit:  # known only now, of hashes
-            problem = f"{slate.prompt_tokens} tokens, the limit is {limit}"
+        candidate_table, limit = gathered.table, self.settings.max_prompt_tokens
+        if candidate_table.prompt_tokens > limit:  # known only now, of hashes
+            problem = f"{candidate_table.prompt_tokens} tokens, the limit is {limit}"
             raise PromptTooLarge("block_hashes", problem)
-        slate.turn = self._turns.get(request.model, 0)
-        slate.seed = self._random.getrandbits(63)
+        candidate_table.turn = self._turns.get(request.model, 0)
+        candidate_table.seed = self._random.getrandbits(63)
         return gathered
 
     def _hear(self, decision_id: str, report: Report) -> None:
@@ -366,15 +373,17 @@ class RouterService:
     def _decision(
         self,
         request: ScoreRequest,
-        gathered: Gathered,
+        gathered: FoundCandidates,
         taken: Pick,
         plan: Plan,
         is_complete: bool,
     ) -> Decision:
         """Return the decision, without the candidates of its question."""
-        salted, slate = request.cache_salt is not None, gathered.slate
-        cheapest = slate.cheapest(max(request.max_candidates or 0, self.settings.max_candidates))
-        chosen, *scores = scores_of(slate, [taken.chosen, *cheapest])
+        salted, candidate_table = request.cache_salt is not None, gathered.table
+        cheapest = candidate_table.cheapest(
+            max(request.max_candidates or 0, self.settings.max_candidates)
+        )
+        chosen, *scores = scores_of(candidate_table, [taken.chosen, *cheapest])
         age_ms = 1000 * self.feed.lag.seconds_since_contact
         return Decision(
             v=DECISION_VERSION,
@@ -383,40 +392,47 @@ class RouterService:
             stream_sequence=self.index.stream_sequence,
             policy=self.policy.name,
             model=request.model,
-            prompt_tokens=slate.prompt_tokens,
+            prompt_tokens=candidate_table.prompt_tokens,
             chosen=chosen,
             candidates=tuple(scores),
-            num_candidates=len(slate),
+            num_candidates=len(candidate_table),
             plan=plan,
             reasons=self._reasons(gathered, taken, salted, age_ms),
             settings=self._recorded_settings,
-            question=Question(slate.prompt_tokens, slate.turn, slate.seed, ()),
+            question=Question(
+                candidate_table.prompt_tokens, candidate_table.turn, candidate_table.seed, ()
+            ),
             is_question_complete=is_complete,
-            groups=recorded_groups(gathered.lineup, gathered.chains, salted),
-            chosen_group=gathered.lineup.group_of[taken.chosen],
+            groups=recorded_groups(gathered.candidates, gathered.chains, salted),
+            chosen_group=gathered.candidates.group_of[taken.chosen],
             index_age_ms=age_ms,
         )
 
     def _reasons(
-        self, gathered: Gathered, taken: Pick, salted: bool, age_ms: float
+        self, gathered: FoundCandidates, taken: Pick, salted: bool, age_ms: float
     ) -> tuple[str, ...]:
-        slate = gathered.slate
+        candidate_table = gathered.table
         reasons = [f"{self.policy.name}: {taken.reason}"]
-        longest, longest_tokens = slate.longest, slate.match_tokens(slate.longest)
-        if longest_tokens > slate.match_tokens(taken.chosen):
-            more_ms = slate.cost_ms(longest) - slate.cost_ms(taken.chosen)
+        longest, longest_tokens = (
+            candidate_table.longest,
+            candidate_table.match_tokens(candidate_table.longest),
+        )
+        if longest_tokens > candidate_table.match_tokens(taken.chosen):
+            more_ms = candidate_table.cost_ms(longest) - candidate_table.cost_ms(taken.chosen)
             reasons.append(
-                f"the longest match, {longest_tokens} tokens at {slate.instance(longest)}, "
-                f"would cost {more_ms:.1f} ms more"
+                f"the longest match, {longest_tokens} tokens at "
+                f"{candidate_table.instance(longest)}, would cost {more_ms:.1f} ms more"
             )
-        trust = slate.lineup.seats[taken.chosen].trust
+        trust = candidate_table.candidate_set.rows[taken.chosen].trust
         if trust is not Trust.exact:
-            why = slate.lineup.mutes.get(slate.instance(taken.chosen))
+            why = candidate_table.candidate_set.over_budget.get(
+                candidate_table.instance(taken.chosen)
+            )
             because = f" ({why})" if why else ""
             reasons.append(f"the chosen worker's index is {trust}{because}")
         left_out = {**gathered.stalled, **self.overdue.left_out(self._clock())}
         for instance, why in list(left_out.items())[:MAX_NAMED_LEFT_OUT]:
-            if instance not in slate.lineup.line_of:
+            if instance not in candidate_table.candidate_set.row_of:
                 reasons.append(f"{instance} is left out: {why}")
         if not self.feed.connected:
             reasons.append(f"no broker: the index is {age_ms:.0f} ms old")

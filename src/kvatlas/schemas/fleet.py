@@ -39,7 +39,7 @@ class TierCapacity(Struct, frozen=True, array_like=True):
     num_blocks: int
 
 
-class Role(StrEnum):
+class WorkerRole(StrEnum):
     """What a worker does of a request."""
 
     both = "both"
@@ -73,7 +73,7 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     tiers: tuple[TierCapacity, ...] = ()
     adapters: dict[Name, Name] = {}
     groups: tuple[int, ...] = (0,)
-    role: Role = Role.both
+    role: WorkerRole = WorkerRole.both
     sidecar: str = ""
     versions: dict[str, str] = {}
     ends_at_reuse_points: bool = False

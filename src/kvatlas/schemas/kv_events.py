@@ -117,7 +117,7 @@ class Resync(Struct, frozen=True, array_like=True, tag="resync", gc=False):
     lost_to: int
 
 
-class Doubted(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
+class SourceDegraded(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
     """Something of the engine was missed for good, or it gives no sign of life (ENGINE_STALLED).
 
     Until it is taken back with an empty reason, or a new epoch begins, nothing makes it exact.
@@ -126,7 +126,7 @@ class Doubted(Struct, frozen=True, array_like=True, tag="doubted", gc=False):
     reason: str
 
 
-class NamespacesMuted(Struct, frozen=True, array_like=True, tag="muted", gc=False):
+class NamespacesOverBudget(Struct, frozen=True, array_like=True, tag="muted", gc=False):
     """Of these namespaces the instance holds more than it says; of all others it says everything.
 
     Replaces what was said of this before in the epoch; no roots: there is none any more. What is
@@ -175,8 +175,8 @@ KvEvent = (
     | WorkerDown
     | NamespaceSeen
     | Resync
-    | Doubted
-    | NamespacesMuted
+    | SourceDegraded
+    | NamespacesOverBudget
     | Inventory
     | Digest
 )

@@ -140,7 +140,7 @@ class IndexerSettings(Struct, frozen=True, forbid_unknown_fields=True):
 class RouterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """How requests are judged and where the router listens.
 
-    Costs are predicted milliseconds; router/pricing.py gives the formula.
+    Costs are predicted milliseconds; router/decision/pricing.py gives the formula.
     """
 
     #: there are no users: beyond loopback, whoever reaches it may route and read

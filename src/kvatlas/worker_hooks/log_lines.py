@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from kvatlas.line_writing import write_line
+from kvatlas.common.line_writing import write_line
 from kvatlas.schemas.printable import printable, printable_lines
 
 #: lines are alike whose logger and first characters are equal
@@ -65,7 +65,7 @@ def _indented(text: str) -> str:
 def write_log_lines(who: str) -> None:
     """Write log lines to stderr: ours from INFO on, those of libraries from WARNING on.
 
-    Nothing waits for the reader of them: see line_writing.py.
+    Nothing waits for the reader of them: see common/line_writing.py.
     """
     handler = logging.StreamHandler(_Stderr())
     handler.setFormatter(LineFormatter(FORM.format(who=printable(who).replace("%", "%%"))))

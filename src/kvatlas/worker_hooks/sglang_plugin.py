@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from kvatlas.schemas.errors import InvalidSetting, KvatlasError
-from kvatlas.worker_hooks.beside_engine import BesideEngine, default_worker, plugin_settings
 from kvatlas.worker_hooks.log_lines import printable_log
-from kvatlas.worker_hooks.plugin_endpoint import parse_endpoint
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
+from kvatlas.worker_hooks.sidecar.beside_engine import BesideEngine, default_worker, plugin_settings
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions, shared_options
+from kvatlas.worker_hooks.sidecar.plugin_endpoint import parse_endpoint
 
 ENGINE = "sglang"
 PUBLISHER = "nats"
@@ -73,7 +73,7 @@ class SglangPublisher:
                 _log.error("kvatlas: a batch of KV events cannot be encoded: %s", error)
             self.num_failed += 1
             return
-        self._beside.hook.told(ENGINE, payload)
+        self._beside.hook.report_published(ENGINE, payload)
 
     def shutdown(self) -> None:
         """Let the sidecar publish what is left and end. Idempotent."""

@@ -28,16 +28,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvatlas.schemas.errors import InvalidBlock, InvalidSetting, PoolUnreadable
 from kvatlas.schemas.hashing import BlockHasher
-from kvatlas.worker_hooks.beside_engine import plugin_settings
 from kvatlas.worker_hooks.connector.finding import HolderFinder, Pending
 from kvatlas.worker_hooks.connector.layers import LayerMemory
-from kvatlas.worker_hooks.connector.loads import Loads, Outcomes
-from kvatlas.worker_hooks.connector.orders import Beside, Orders, Save
+from kvatlas.worker_hooks.connector.loads import BlockLoader, LoadOutcomes
+from kvatlas.worker_hooks.connector.orders import BlockSave, Orders, SidecarAddress
 from kvatlas.worker_hooks.connector.requests import RequestBlocks, plan_in
 from kvatlas.worker_hooks.connector.slots import PoolSlots
 from kvatlas.worker_hooks.connector.stats import BLOCKS, LOADS, SECONDS, added, in_words, stats_of
 from kvatlas.worker_hooks.log_lines import printable_log
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.sidecar.beside_engine import plugin_settings
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from kvatlas.worker_hooks.vllm_plugin.facts import why_no_exchange
 from kvatlas.worker_hooks.vllm_plugin.running import current
 
@@ -136,14 +136,14 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         #: as registered; kept while the engine sleeps, for then only its memory goes
         self._kv_caches: dict[str, Any] | None = None
         self._slots: PoolSlots | None = None
-        self._loads: Loads | None = None
+        self._loads: BlockLoader | None = None
         #: of the sidecar that slots and loads are of
         self._generation = 1
         #: of loads that came while nothing runs beside the engine
         self._lost_loads: set[str] = set()
         self._lost_blocks: set[int] = set()
         #: of those, and of loads beside a sidecar that has ended
-        self._outcomes = Outcomes()
+        self._outcomes = LoadOutcomes()
 
     # --- scheduler's side, nothing of which waits -----------------------------------------------
 
@@ -176,7 +176,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         running = current()
         if running is not None and not self._is_idle:
             options = running.options
-            orders.beside = Beside(
+            orders.beside = SidecarAddress(
                 options.socket_path, options.pool_path, running.beside.generation
             )
             self._note_blocks(scheduler_output)
@@ -263,8 +263,8 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else:
                 known.block_ids += new_ids[0]
 
-    def _saves(self, num_scheduled_tokens: dict[str, int]) -> list[Save]:
-        budget, saves = self._save_budget, list[Save]()
+    def _saves(self, num_scheduled_tokens: dict[str, int]) -> list[BlockSave]:
+        budget, saves = self._save_budget, list[BlockSave]()
         for request_id in num_scheduled_tokens:
             known = self._requests.get(request_id)
             if known is not None and budget > 0:
@@ -317,7 +317,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._lost_loads.add(load.request_id)
                 self._lost_blocks.update(load.block_ids)
                 lost = Counter(no_sidecar=len(load.block_ids))
-                self._outcomes.add(Outcomes(1, 0.0, lost))
+                self._outcomes.add(LoadOutcomes(1, 0.0, lost))
             else:
                 loads.start(load)
 
@@ -355,7 +355,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return failed
 
     def get_kv_connector_stats(self) -> PullStats | None:
-        outcomes, self._outcomes = self._outcomes, Outcomes()
+        outcomes, self._outcomes = self._outcomes, LoadOutcomes()
         if self._loads is not None:
             outcomes.add(self._loads.outcomes())
         return PullStats(data=stats_of(outcomes)) if outcomes.num_loads else None
@@ -381,7 +381,7 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         return metadata.orders if isinstance(metadata, OrdersMetadata) else Orders()
 
-    def _slots_beside(self, beside: Beside | None) -> PoolSlots | None:
+    def _slots_beside(self, beside: SidecarAddress | None) -> PoolSlots | None:
         """Return the slots, as soon as the sidecar has made the pool."""
         if beside is not None and beside.generation != self._generation:
             self._generation, self._slots = beside.generation, None
@@ -406,10 +406,10 @@ class KvatlasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._outcomes.add(self._loads.outcomes())
             self._loads = None
 
-    def _loads_beside(self, beside: Beside | None) -> Loads | None:
+    def _loads_beside(self, beside: SidecarAddress | None) -> BlockLoader | None:
         slots, layers = self._slots_beside(beside), self._layers
         if self._loads is None and beside is not None and slots is not None and layers is not None:
-            self._loads = Loads(
+            self._loads = BlockLoader(
                 beside.socket_path,
                 slots,
                 lambda block_id, slot: layers.fill(block_id, slots.pool, slot),

@@ -9,10 +9,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from kvatlas.events.archive import EventRecord, Hole
-from kvatlas.events.archiver import Archiver, ArchiverSettings
-from kvatlas.events.nats_bus import NatsBus
-from kvatlas.events.sql_archive import SqlArchive
+from kvatlas.events.archive.archiver import Archiver, ArchiverSettings
+from kvatlas.events.archive.port import EventRecord, Hole
+from kvatlas.events.archive.sql import SqlArchive
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS
 
 

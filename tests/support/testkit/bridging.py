@@ -5,21 +5,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.streams import events_stream
 from kvatlas.indexer import ReferenceIndex
+from kvatlas.indexer.fold.state import IndexState
 from kvatlas.indexer.reader import InstanceView
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from testkit.commands import started
 from testkit.waiting import until
 
 W = InstanceId("w", 0)
-_FAST = ServiceSettings(poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=0.0)
+_FAST = IndexServiceLimits(poll_seconds=0.05, lease_ended_seconds=0.1, lease_settling_seconds=0.0)
 
 
 class Bridged:

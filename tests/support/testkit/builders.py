@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import DecodedBatch, encode
 from kvatlas.events.subjects import control_subject, events_subject
-from kvatlas.indexer.stimuli import BatchArrived, ControlArrived
+from kvatlas.indexer.fold.stimuli import BatchArrived, ControlArrived
 from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier

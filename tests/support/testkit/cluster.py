@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvatlas.events.embedded import EmbeddedServer
+from kvatlas.events.nats.embedded.server import EmbeddedServer
 from testkit.ports import kept_port
 from testkit.proxy import Proxy, proxy_to
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import accumulate, pairwise
 
 from kvatlas.events.bus import Message
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.schemas.errors import BusUnavailable
 from testkit.cluster import WAIT_SECONDS

@@ -8,7 +8,7 @@ import select
 import sys
 from pathlib import Path
 
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from testkit.blocks import a_block, a_hash
 
 

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvatlas.events.codec import DecodedBatch
-from kvatlas.indexer.index import PrefixIndex
-from kvatlas.indexer.reference import ReferenceIndex
-from kvatlas.indexer.service import Lag
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import BatchArrived
+from kvatlas.indexer.index.port import PrefixIndex
+from kvatlas.indexer.index.reference import ReferenceIndex
+from kvatlas.indexer.reader import Lag
+from kvatlas.router.decision.requests import ScoreRequest
 from kvatlas.router.recorder import DecisionLog
-from kvatlas.router.requests import ScoreRequest
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.fleet import NamespaceDescriptor, Trust, WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher, Extra, HashAlgorithm

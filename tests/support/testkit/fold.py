@@ -8,13 +8,13 @@ from kvatlas.schemas.kv_events import (
     BlockRemoved,
     BlockStored,
     Digest,
-    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
     NamespaceSeen,
-    NamespacesMuted,
+    NamespacesOverBudget,
     Resync,
+    SourceDegraded,
     WorkerDown,
     WorkerUp,
 )
@@ -93,9 +93,9 @@ class Fold:
                 self._roots.add(event.root)
             case WorkerDown():
                 self.down = event.reason
-            case NamespacesMuted():
+            case NamespacesOverBudget():
                 self.muted = set(split_hashes(event.roots))
-            case Doubted():
+            case SourceDegraded():
                 self.doubt = event.reason
             case WorkerUp():
                 pass

@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 
 from kvatlas.events.codec import encode
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.instances import Damage
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.instances import DegradedReason
+from kvatlas.indexer.fold.state import IndexState
 from kvatlas.schemas.fleet import Trust
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
-    Doubted,
     EventBatch,
     Inventory,
     KvEvent,
     Resync,
+    SourceDegraded,
     WorkerDown,
 )
 from testkit.builders import (
@@ -58,7 +58,7 @@ def _events(draw: st.DrawFn) -> KvEvent:
         case 9:
             return digest(*blocks, tier=tier)
         case 10:
-            said: list[KvEvent] = [up(), Resync(0, 0), Doubted("why"), Doubted("")]
+            said: list[KvEvent] = [up(), Resync(0, 0), SourceDegraded("why"), SourceDegraded("")]
             return draw(st.sampled_from(said))
         case _:
             return up() if draw(st.booleans()) else WorkerDown("end")
@@ -162,10 +162,10 @@ def validate(state: IndexState) -> None:
         assert position.epoch == instance.epoch
         assert instance.is_gone or position.seq == instance.seq
         if instance.throttled_ns and not instance.is_gone:
-            assert Damage.throttled in instance.damages
+            assert DegradedReason.throttled in instance.damages
             assert not instance.wants_inventory
         is_excluded = name in state.fleet.residency._named.excluded
-        assert is_excluded == (Damage.quarantined in instance.damages)
+        assert is_excluded == (DegradedReason.quarantined in instance.damages)
     assert numbers == state.fleet.residency._named.by_number
     index = state.fleet.residency._index
     assert not isinstance(index, FlatRadixIndex) or numbers.keys() == index._live

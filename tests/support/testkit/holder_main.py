@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from kvatlas.worker_hooks.pool_file import attach_pool_file
+from kvatlas.worker_hooks.transfer.pool_file import attach_pool_file
 
 if __name__ == "__main__":
     with attach_pool_file(Path(sys.argv[1])).locked(1.0) as has_lock:

@@ -18,9 +18,8 @@ import msgspec
 
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import DecodedBatch
-from kvatlas.indexer.index import PrefixIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import (
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import (
     BatchArrived,
     ControlArrived,
     Effect,
@@ -40,17 +39,18 @@ from kvatlas.indexer.stimuli import (
     Stimulus,
     stimulus_of,
 )
+from kvatlas.indexer.index.port import PrefixIndex
 from kvatlas.schemas.hashing import reuse_point
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    Doubted,
     KvEvent,
-    NamespacesMuted,
+    NamespacesOverBudget,
     RejectedEvent,
     Resync,
+    SourceDegraded,
     WorkerDown,
 )
 from testkit.builders import (
@@ -179,9 +179,9 @@ def _event(words: list[str]) -> KvEvent:
         case "resync":
             return Resync(0, 0)
         case "doubted":
-            return Doubted(" ".join(rest))
+            return SourceDegraded(" ".join(rest))
         case "muted":
-            return NamespacesMuted(ROOT, " ".join(rest)) if rest else NamespacesMuted(b"")
+            return NamespacesOverBudget(ROOT, " ".join(rest)) if rest else NamespacesOverBudget(b"")
         case "inventory":
             part, parts = map(int, named.get("part", "1/1").split("/"))
             return inventory(*blocks, as_of=int(named["as_of"]), tier=tier, part=part, parts=parts)

@@ -1,7 +1,7 @@
 """Indexes that tests compare."""
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.arrays import Arrays
+from kvatlas.indexer.index.arrays import Arrays
 
 
 def tiny_index(max_instances: int = 1 << 16, arrays: Arrays | None = None) -> FlatRadixIndex:

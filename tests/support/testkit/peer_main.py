@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.worker_hooks.lease_server import LeaseServer
-from kvatlas.worker_hooks.lease_table import LeaseLimits
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.transfer import Bounce
-from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
-from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
+from kvatlas.worker_hooks.transfer import BouncePlaces
+from kvatlas.worker_hooks.transfer.lease_server import LeaseServer
+from kvatlas.worker_hooks.transfer.lease_table import LeaseLimits
+from kvatlas.worker_hooks.transfer.nixl.messages import NixlSettings
+from kvatlas.worker_hooks.transfer.nixl.transport import NixlTransport
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from testkit.blocks import a_block, a_hash
 
 
@@ -50,7 +50,7 @@ class Peer:
             self.pool.commit(number, a_hash(number), block)
         agent = f"{settings.worker}/0:{settings.epoch}"
         nixl = NixlSettings(settings.ucx_tls, settings.progress_thread)
-        self.source = NixlTransport(agent, self.pool, Bounce([]), nixl)
+        self.source = NixlTransport(agent, self.pool, BouncePlaces([]), nixl)
         self.server = LeaseServer(
             self.pool,
             [self.source],

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pull_words import Owner, PullSettings
-from kvatlas.worker_hooks.puller import Puller, PullResult
-from kvatlas.worker_hooks.transfer import Bounce
-from kvatlas.worker_hooks.transfer.nixl_messages import NixlSettings
-from kvatlas.worker_hooks.transfer.nixl_transport import NixlTransport
+from kvatlas.worker_hooks.transfer import BouncePlaces
+from kvatlas.worker_hooks.transfer.nixl.messages import NixlSettings
+from kvatlas.worker_hooks.transfer.nixl.transport import NixlTransport
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pull_protocol import Owner, PullSettings
+from kvatlas.worker_hooks.transfer.puller import Puller, PullResult
 from testkit.blocks import a_block, a_chain, a_hash
 from testkit.peer import FINGERPRINT, PeerProcess
 
@@ -22,7 +22,7 @@ class Fetcher:
         self, name: str, folder: Path, block_bytes: int, num_slots: int, num_bounce: int
     ) -> None:
         self.pool = ServePool.create(name, num_slots, block_bytes, num_bounce, folder)
-        self.bounce = Bounce(self.pool.bounce_places())
+        self.bounce = BouncePlaces(self.pool.bounce_places())
         self.route: dict[str, PeerProcess] = {}
         self.transport: NixlTransport
         self.puller: Puller

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvatlas.worker_hooks import sidecar_apart
+from kvatlas.worker_hooks.sidecar import detached as sidecar_apart
 
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 180.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import uvicorn
 
-from kvatlas.http_server import http_server
-from kvatlas.router.http.limits import Bounds, HttpLimits
+from kvatlas.router.http.server.limits import Bounds, HttpLimits
+from kvatlas.runtime.http_server import http_server
 from kvatlas.schemas.settings import RouterSettings
 
 

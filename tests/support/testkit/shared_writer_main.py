@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from testkit.builders import ROOT, a_batch, arrived, up
@@ -38,7 +38,7 @@ class Writer:
         self._noise_epoch = 1
 
     def pulse(self) -> None:
-        self._publication.pulse(Pulse(True, True, self._at, time.monotonic(), {}))
+        self._publication.publish_status(WriterStatus(True, True, self._at, time.monotonic(), {}))
 
     def step(self) -> None:
         """Change both alike, in one window, and make noise in another."""

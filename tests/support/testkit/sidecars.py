@@ -7,19 +7,19 @@ from pathlib import Path
 
 from kvatlas.events.bus import Bus, Message
 from kvatlas.events.streams import KV_EVENTS
+from kvatlas.reference.clock import ScaledClock
+from kvatlas.reference.engine import EngineOptions, ReferenceEngine
 from kvatlas.schemas.fleet import NamespaceDescriptor
 from kvatlas.schemas.ids import InstanceId
-from kvatlas.worker_hooks.channel import SidecarChannel
-from kvatlas.worker_hooks.exchange import make_pool
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.launch import SidecarProcess, start_sidecar
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.reference.clock import ScaledClock
-from kvatlas.worker_hooks.reference.engine import EngineOptions, ReferenceEngine
-from kvatlas.worker_hooks.ring import RingReader, RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
-from kvatlas.worker_hooks.sidecar_service import Sidecar
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.sidecar.channel import SidecarChannel
+from kvatlas.worker_hooks.sidecar.exchange import make_pool
+from kvatlas.worker_hooks.sidecar.launch import SidecarProcess, start_sidecar
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.service import Sidecar
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from testkit.fold import Fold
 
 DESCRIPTOR = NamespaceDescriptor(4)

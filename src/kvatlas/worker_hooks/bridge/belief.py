@@ -1,11 +1,11 @@
 """Whether what a stream has told is believed, and why not."""
 
 from kvatlas.worker_hooks.bridge.observed import Observed
-from kvatlas.worker_hooks.bridge.stimuli import Doubt, Undoubt
+from kvatlas.worker_hooks.bridge.stimuli import Degrade, Recover
 from kvatlas.worker_hooks.bridge.turnover import Turnover
 
 
-class Belief:
+class SourceTrust:
     """One doubt at a time, the latest. Each step returns what it makes the bridge say."""
 
     def __init__(self, num_blocks: int | None) -> None:
@@ -19,28 +19,28 @@ class Belief:
         """Know how many blocks the engine has."""
         self._turnover.num_blocks = num_blocks
 
-    def doubt(self, reason: str, *, is_for_absence: bool = False) -> list[Doubt | Undoubt]:
+    def degrade(self, reason: str, *, is_for_absence: bool = False) -> list[Degrade | Recover]:
         """Doubt all that was told so far."""
         self.is_for_absence = is_for_absence
         self.doubted = reason
         self._turnover.begin()
-        return [Doubt(reason)]
+        return [Degrade(reason)]
 
-    def trust(self, *, forgets: bool) -> list[Doubt | Undoubt]:
+    def trust(self, *, forgets: bool) -> list[Degrade | Recover]:
         """Believe what is told now; `forgets` what was told before the doubt and not since."""
         self._turnover.end()
         if not self.doubted:
             return []
         self.doubted, self.is_for_absence = "", False
-        return [Undoubt(forgets)]
+        return [Recover(forgets)]
 
-    def take(self, observed: Observed) -> list[Doubt | Undoubt]:
+    def observe(self, observed: Observed) -> list[Degrade | Recover]:
         """Count a batch, which may heal a doubt or be a reason for one."""
-        self._turnover.take(observed)
+        self._turnover.observe(observed)
         if observed.is_cleared or self._turnover.is_complete:
             return self.trust(forgets=True)
         if self._turnover.num_too_many:
-            return self.doubt(f"{self._turnover.num_too_many} blocks more than the engine has")
+            return self.degrade(f"{self._turnover.num_too_many} blocks more than the engine has")
         return []
 
     def begin_anew(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvatlas.worker_hooks.bridge.belief import Belief
+from kvatlas.worker_hooks.bridge.belief import SourceTrust
 from kvatlas.worker_hooks.bridge.follow_options import FollowCounters
 from kvatlas.worker_hooks.bridge.observed import FirstBlocks, Observed
 from kvatlas.worker_hooks.bridge.payload_marks import PayloadMarks
@@ -25,14 +25,14 @@ class Delivery:
         #: of the batches delivered in this incarnation, and in the one before it
         self._marks, self._earlier = PayloadMarks(), PayloadMarks()
         self._first_blocks = FirstBlocks()
-        self.belief = Belief(num_blocks)
+        self.belief = SourceTrust(num_blocks)
 
-    def take_effects(self) -> list[Effect]:
+    def drain_effects(self) -> list[Effect]:
         """Return what there is to do since the last time."""
         effects, self._effects = self._effects, []
         return effects
 
-    def say(self, effect: Effect) -> None:
+    def add_effect(self, effect: Effect) -> None:
         """Have something done after all so far."""
         self._effects.append(effect)
 
@@ -59,18 +59,18 @@ class Delivery:
         self._marks.put(sequence, mark)
         self.next = sequence + 1
         self._counters.delivered += 1
-        self.say(Deliver(sequence, payload))
-        self._first_blocks.take(observed)
-        self._effects += self.belief.take(observed)
+        self.add_effect(Deliver(sequence, payload))
+        self._first_blocks.observe(observed)
+        self._effects += self.belief.observe(observed)
 
     def lose(self, first: int, end: int, why: str) -> None:
         """Doubt, since the batches from one to before another will not come."""
         self._counters.lost += end - first
-        self.doubt(f"batches {first} to {end - 1}: {why}")
+        self.degrade(f"batches {first} to {end - 1}: {why}")
 
-    def doubt(self, reason: str, *, is_for_absence: bool = False) -> None:
+    def degrade(self, reason: str, *, is_for_absence: bool = False) -> None:
         """Say that what was told so far is doubtful."""
-        self._effects += self.belief.doubt(reason, is_for_absence=is_for_absence)
+        self._effects += self.belief.degrade(reason, is_for_absence=is_for_absence)
 
     def trust(self, *, forgets: bool) -> None:
         """Take a doubt back, if there is one."""
@@ -79,7 +79,7 @@ class Delivery:
     def restart(self, reason: str) -> None:
         """Begin anew with another incarnation, of which nothing is known."""
         self._counters.restarts += 1
-        self.say(Restarted(reason))
+        self.add_effect(Restarted(reason))
         self._earlier, self._marks = self._marks, PayloadMarks()
         self.next = None
         self._first_blocks.clear()

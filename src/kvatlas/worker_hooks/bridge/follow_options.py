@@ -5,7 +5,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 
-class Phase(StrEnum):
+class FollowPhase(StrEnum):
     """Where a stream stands."""
 
     joining = "joining"

@@ -22,13 +22,12 @@ Engines number their batches from 0 in each incarnation. Pure; `run` feeds it an
 from collections.abc import Callable
 
 from kvatlas.worker_hooks.bridge.delivery import Delivery
-from kvatlas.worker_hooks.bridge.follow_options import FollowCounters, FollowOptions, Phase
+from kvatlas.worker_hooks.bridge.follow_options import FollowCounters, FollowOptions, FollowPhase
 from kvatlas.worker_hooks.bridge.observed import Observed
 from kvatlas.worker_hooks.bridge.payload_marks import mark_of
 from kvatlas.worker_hooks.bridge.presence import Presence
-from kvatlas.worker_hooks.bridge.question import Question
+from kvatlas.worker_hooks.bridge.question import ReplayRequest
 from kvatlas.worker_hooks.bridge.stimuli import (
-    AskReplay,
     Connected,
     DeliveryFailed,
     Disconnected,
@@ -39,6 +38,7 @@ from kvatlas.worker_hooks.bridge.stimuli import (
     FrameReplayed,
     ReplayEnded,
     ReplayFailed,
+    RequestReplay,
     Stimulus,
     Ticked,
 )
@@ -59,7 +59,7 @@ class FollowState:
         self._presence = Presence(options)
         #: live batches that came during a replay, none below the next once it has ended
         self._waiting = WaitingBatches(options.max_waiting_bytes)
-        self._open: Question | None = None
+        self._open: ReplayRequest | None = None
         self._num_asks = 0
         #: whether the engine has ever answered with a batch
         self._has_replayed = False
@@ -73,11 +73,11 @@ class FollowState:
         self._is_silent = False
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> FollowPhase:
         """Where the stream stands."""
         if self._open is not None:
-            return Phase.asking
-        return Phase.joining if self._delivery.next is None else Phase.following
+            return FollowPhase.asking
+        return FollowPhase.joining if self._delivery.next is None else FollowPhase.following
 
     @property
     def next_sequence(self) -> int | None:
@@ -85,7 +85,7 @@ class FollowState:
         return self._delivery.next
 
     @property
-    def doubt(self) -> str:
+    def degraded_reason(self) -> str:
         """Why what was told is not all believed, "" while it is."""
         return self._delivery.belief.doubted
 
@@ -99,109 +99,109 @@ class FollowState:
 
     def start(self, now: float) -> list[Effect]:
         """Begin; live batches are being received already."""
-        self._presence.hear(now)
+        self._presence.note_message(now)
         if self._has_replay:
-            self._ask()
+            self._request_replay()
         else:
-            self._delivery.doubt("no replay endpoint: what the engine told before is not known")
-        return self._delivery.take_effects()
+            self._delivery.degrade("no replay endpoint: what the engine told before is not known")
+        return self._delivery.drain_effects()
 
     def handle(self, stimulus: Stimulus, now: float) -> list[Effect]:
         """Return what to do, in order."""
         match stimulus:
             case FrameArrived(sequence, payload):
-                self._presence.hear_live(now)
+                self._presence.note_live_message(now)
                 self.counters.received += 1
-                self._take_frame(sequence, payload)
+                self._handle_frame(sequence, payload)
             case FrameReplayed(ask, sequence, payload):
                 if self._open is not None and ask == self._open.number:
-                    self._presence.hear(now)
-                    self._take_replayed(self._open, sequence, payload)
+                    self._presence.note_message(now)
+                    self._handle_replayed(self._open, sequence, payload)
             case ReplayEnded(ask):
                 if self._open is not None and ask == self._open.number:
-                    self._presence.hear(now)
+                    self._presence.note_message(now)
                     self._end_replay(self._open)
             case ReplayFailed(ask, reason):
                 if self._open is not None and ask == self._open.number:
-                    self._presence.hear(now)
+                    self._presence.note_message(now)
                     self._fail_replay(self._open, reason)
             case Connected():
-                self._take_connection()
+                self._handle_connection()
             case Disconnected():
-                self._take_absence(now)
+                self._handle_absence(now)
             case EngineAnswered(identity):
-                self._take_identity(identity)
+                self._handle_identity(identity)
             case EngineSilent():
                 self._is_silent = True
             case DeliveryFailed(reason):
                 self.counters.lost += 1
-                self._delivery.doubt(reason)
+                self._delivery.degrade(reason)
             case Ticked():
-                self._take_time(now)
-        return self._delivery.take_effects()
+                self._handle_time(now)
+        return self._delivery.drain_effects()
 
     # --- live ---------------------------------------------------------------------------------
 
-    def _take_frame(self, sequence: int, payload: bytes) -> None:
+    def _handle_frame(self, sequence: int, payload: bytes) -> None:
         mark = mark_of(payload)
         if self._delivery.is_of_earlier(sequence, mark):
             self.counters.stale += 1
         elif self._open is not None:
-            self._take_while_asking(sequence, payload, mark)
+            self._handle_frame_during_replay(sequence, payload, mark)
         elif self._delivery.next is None:
             self._join_at(sequence, payload, mark)
         elif sequence < self._delivery.next:
-            self._take_again(sequence, payload, mark)
+            self._handle_repeated(sequence, payload, mark)
         elif sequence > self._delivery.next:
             self.counters.gaps += 1
-            self._wait_and_ask(sequence, payload, mark)
+            self._wait_and_request_replay(sequence, payload, mark)
         else:
-            self._take_next(sequence, payload, mark)
+            self._handle_next(sequence, payload, mark)
 
-    def _take_while_asking(self, sequence: int, payload: bytes, mark: int) -> None:
+    def _handle_frame_during_replay(self, sequence: int, payload: bytes, mark: int) -> None:
         delivered = None if self._delivery.next is None else self._delivery.mark_at(sequence)
         if delivered == mark:
             self.counters.duplicates += 1
         elif delivered is not None:
             self._restart(f"the sequence went back to {sequence}")
             if not self._has_replay:
-                self._take_frame(sequence, payload)
+                self._handle_frame(sequence, payload)
         else:
             self._wait(sequence, payload, mark)
 
     def _join_at(self, sequence: int, payload: bytes, mark: int) -> None:
         """Begin with this batch, if it is the first or nothing else can be had."""
         if sequence and self._has_replay:
-            self._wait_and_ask(sequence, payload, mark)
+            self._wait_and_request_replay(sequence, payload, mark)
             return
         if sequence:
             self._delivery.lose(0, sequence, "came before the bridge, and there is no replay")
         self._delivery.deliver(sequence, payload, mark)
 
-    def _take_again(self, sequence: int, payload: bytes, mark: int) -> None:
+    def _handle_repeated(self, sequence: int, payload: bytes, mark: int) -> None:
         """A sequence that we have had: late, or another incarnation's."""
         known = self._delivery.mark_at(sequence)
         if known == mark:
             self.counters.duplicates += 1
         elif known is None and self._has_replay:
-            self._ask()  # too long ago to tell; the engine knows whether it is the same
+            self._request_replay()  # too long ago to tell; the engine knows whether it is the same
         else:
             self._restart(f"the sequence went back to {sequence}")
-            self._take_frame(sequence, payload)
+            self._handle_frame(sequence, payload)
 
-    def _take_next(self, sequence: int, payload: bytes, mark: int) -> None:
+    def _handle_next(self, sequence: int, payload: bytes, mark: int) -> None:
         """The batch that comes next, unless its prompts begin with other hashes than before."""
         observed, is_contradiction = self._delivery.observe(payload)
         if self._has_replay and is_contradiction:
-            self._wait_and_ask(sequence, payload, mark)
+            self._wait_and_request_replay(sequence, payload, mark)
             return
         self._delivery.deliver(sequence, payload, mark, observed)
         self._return()
 
-    def _wait_and_ask(self, sequence: int, payload: bytes, mark: int) -> None:
+    def _wait_and_request_replay(self, sequence: int, payload: bytes, mark: int) -> None:
         if self._has_replay:
             self._wait(sequence, payload, mark)
-            self._ask()
+            self._request_replay()
         elif self._delivery.next is not None:
             self._delivery.lose(self._delivery.next, sequence, "were lost, and there is no replay")
             self._delivery.deliver(sequence, payload, mark)
@@ -212,7 +212,7 @@ class FollowState:
 
     # --- replay -------------------------------------------------------------------------------
 
-    def _ask(self, since: int | None = None, must_prove: str = "") -> None:
+    def _request_replay(self, since: int | None = None, must_prove: str = "") -> None:
         """Ask for all from the batch delivered last on, or last before `since` came next.
 
         With `must_prove`, the reason of a restart, an engine that no longer knows that batch counts
@@ -222,10 +222,10 @@ class FollowState:
         self.counters.asks += 1
         expected = self._delivery.next if since is None else since
         witness = expected - 1 if expected else None
-        self._open = Question(self._num_asks, witness, must_prove, is_proven=witness is None)
-        self._delivery.say(AskReplay(self._num_asks, witness or 0))
+        self._open = ReplayRequest(self._num_asks, witness, must_prove, is_proven=witness is None)
+        self._delivery.add_effect(RequestReplay(self._num_asks, witness or 0))
 
-    def _take_replayed(self, open_: Question, sequence: int, payload: bytes) -> None:
+    def _handle_replayed(self, open_: ReplayRequest, sequence: int, payload: bytes) -> None:
         self.counters.replayed += 1
         is_first, open_.has_answer, self._has_replayed = not open_.has_answer, True, True
         mark, expected = mark_of(payload), self._expected
@@ -249,7 +249,7 @@ class FollowState:
         self._delivery.deliver(sequence, payload, mark)
         open_.num_delivered += 1
 
-    def _close_gap(self, open_: Question, sequence: int, mark: int) -> None:
+    def _close_gap(self, open_: ReplayRequest, sequence: int, mark: int) -> None:
         """The answer begins late: take what came live before it."""
         waiting = self._waiting.get(sequence)
         is_same = waiting is not None and waiting.mark == mark
@@ -260,9 +260,11 @@ class FollowState:
         if self._expected < sequence:
             self._delivery.lose(self._expected, sequence, "have left the engine's replay buffer")
         elif not is_same:
-            self._delivery.doubt(f"the engine no longer knows what it said before batch {sequence}")
+            self._delivery.degrade(
+                f"the engine no longer knows what it said before batch {sequence}"
+            )
 
-    def _end_replay(self, open_: Question) -> None:
+    def _end_replay(self, open_: ReplayRequest) -> None:
         self._open = None
         if open_.witness is not None and not open_.has_answer:
             self._restart(f"the engine knows no batch {open_.witness} any more")
@@ -280,27 +282,27 @@ class FollowState:
         if self._settle_waiting(open_):
             self._return()
 
-    def _settle_waiting(self, open_: Question) -> bool:
+    def _settle_waiting(self, open_: ReplayRequest) -> bool:
         """Deliver what has waited; ask again for what is still missing, else return True."""
         self._deliver_waiting(open_)
         if self._open is None and not open_.has_holes:
             for sequence in self._waiting.came_before(open_.number):
-                self._waiting.take(sequence)
+                self._waiting.pop(sequence)
                 self.counters.stale += 1
         if open_.num_delivered == 0:
             self._waiting.dropped_to = -1
         if self._open is None and (self._waiting or self._waiting.dropped_to >= self._expected):
-            self._ask()
+            self._request_replay()
         return self._open is None
 
-    def _deliver_waiting(self, open_: Question, below: int | None = None) -> None:
+    def _deliver_waiting(self, open_: ReplayRequest, below: int | None = None) -> None:
         """Deliver what has waited and is next; with `below` also across holes, up to there."""
         for sequence in self._waiting.sequences():
             if below is not None and sequence >= below:
                 return
             expected = self._expected
             if sequence < expected:
-                waiting = self._waiting.take(sequence)
+                waiting = self._waiting.pop(sequence)
                 known = self._delivery.mark_at(sequence)
                 if known == waiting.mark:
                     self.counters.duplicates += 1
@@ -314,15 +316,15 @@ class FollowState:
                 if below is None:
                     return
                 self._delivery.lose(expected, sequence, "have left the engine's replay buffer")
-            waiting = self._waiting.take(sequence)
+            waiting = self._waiting.pop(sequence)
             self._delivery.deliver(sequence, waiting.payload, waiting.mark)
             open_.num_delivered += 1
 
-    def _fail_replay(self, open_: Question, reason: str) -> None:
+    def _fail_replay(self, open_: ReplayRequest, reason: str) -> None:
         self.counters.failed_asks += 1
         self._open = None
         if open_.num_delivered:
-            self._ask()  # it went on up to here, and goes on from here
+            self._request_replay()  # it went on up to here, and goes on from here
         elif self._suspicion:
             self._restart(self._suspicion)
         elif not self._presence.is_away or self._delivery.next is None:
@@ -331,9 +333,9 @@ class FollowState:
     def _go_without(self, reason: str) -> None:
         """Ask this engine no more."""
         self._has_replay = False
-        self._go_without_answer(Question(self._num_asks, None), reason)
+        self._go_without_answer(ReplayRequest(self._num_asks, None), reason)
 
-    def _go_without_answer(self, open_: Question, reason: str) -> None:
+    def _go_without_answer(self, open_: ReplayRequest, reason: str) -> None:
         """Take what has come live, and doubt what has not."""
         self._waiting.dropped_to = -1
         while self._waiting and self._open is None:
@@ -344,8 +346,8 @@ class FollowState:
                 self._delivery.lose(self._expected, first, reason)
                 self._delivery.next = first
             self._deliver_waiting(open_)
-        if self._delivery.next is None and not self.doubt:
-            self._delivery.doubt(f"what the engine told before is not known: {reason}")
+        if self._delivery.next is None and not self.degraded_reason:
+            self._delivery.degrade(f"what the engine told before is not known: {reason}")
 
     # --- who speaks -----------------------------------------------------------------------------
 
@@ -357,14 +359,14 @@ class FollowState:
         self._identity = self._suspicion = ""
         self._left_at = None
         if self._has_replay:
-            self._ask()
+            self._request_replay()
 
-    def _take_absence(self, now: float) -> None:
+    def _handle_absence(self, now: float) -> None:
         if not self._presence.is_away:
             self._presence.leave(now)
             self._left_at = self._delivery.next
 
-    def _take_connection(self) -> None:
+    def _handle_connection(self) -> None:
         was_away = self._presence.is_away
         self._presence.come_back()
         if was_away:
@@ -372,14 +374,14 @@ class FollowState:
         if self._has_replay and was_away:
             # the answer has all of them, if they are of the engine that is there now
             self._waiting.clear()
-            self._ask(
+            self._request_replay(
                 self._left_at, "the engine does not know what came before the connection went"
             )
         elif self._has_replay and self._open is None:
-            self._ask()
+            self._request_replay()
         self._left_at = None
 
-    def _take_identity(self, identity: str) -> None:
+    def _handle_identity(self, identity: str) -> None:
         was_silent, self._is_silent = self._is_silent, False
         is_other = bool(identity and self._identity and identity != self._identity)
         if identity:
@@ -389,17 +391,17 @@ class FollowState:
             self._identity = identity
         elif is_other:
             self._suspicion = "the engine's process is another one"
-            self._ask(must_prove=self._suspicion)
+            self._request_replay(must_prove=self._suspicion)
         elif was_silent and self._has_replay and self._open is None:
-            self._ask()
+            self._request_replay()
 
-    def _take_time(self, now: float) -> None:
-        if self._presence.is_long_away(now) and not self.doubt:
+    def _handle_time(self, now: float) -> None:
+        if self._presence.is_long_away(now) and not self.degraded_reason:
             reason = f"no connection to the engine for {self._options.away_seconds:g} s"
-            self._delivery.doubt(reason, is_for_absence=True)
+            self._delivery.degrade(reason, is_for_absence=True)
         if self._presence.is_quiet(now) and self._has_replay and self._open is None:
             self._presence.wait_longer(now)
-            self._ask(must_prove="the engine was quiet and has lost what it said last")
+            self._request_replay(must_prove="the engine was quiet and has lost what it said last")
 
     def _return(self) -> None:
         """The stream goes on where it was left: a doubt for being away alone is void."""

@@ -45,7 +45,7 @@ class PageSize:
         self._tokens_of: OrderedDict[EngineHash, int] = OrderedDict()
         self._num_pages = self._longest = 0
 
-    def take(self, event: RawStored) -> int:
+    def observe(self, event: RawStored) -> int:
         """Return the size that a store makes sure of, 0 for none."""
         tokens = _block_tokens(event)
         if not tokens:
@@ -112,7 +112,7 @@ class PayloadReader:
         )
 
     def _sure_tokens(self, event: RawStored) -> int:
-        return _block_tokens(event) if self._page_size is None else self._page_size.take(event)
+        return _block_tokens(event) if self._page_size is None else self._page_size.observe(event)
 
 
 def _block_tokens(event: RawStored) -> int:
@@ -142,7 +142,7 @@ class FirstBlocks:
         """Return whether a beginning has another hash than before."""
         return any(self._known.get(key, found) != found for key, found in observed.first_blocks)
 
-    def take(self, observed: Observed) -> None:
+    def observe(self, observed: Observed) -> None:
         """Remember the beginnings of a batch."""
         for key, found in observed.first_blocks:
             self._known[key] = found

@@ -8,7 +8,7 @@ from kvatlas.schemas.errors import InvalidSetting
 from kvatlas.schemas.fleet import UnreusableBlocks
 from kvatlas.schemas.hashing import MAX_LOOKAHEAD_TOKENS
 from kvatlas.schemas.settings import Settings
-from kvatlas.worker_hooks.sidecar_options import Seconds, check_name
+from kvatlas.worker_hooks.sidecar.options import Seconds, check_name
 
 #: engines that publish numbered batches over ZMQ and answer for those of before; the others of
 #: `engines` tell what they hold in other ways

@@ -20,11 +20,11 @@ class Presence:
         """Whether the connection is gone."""
         return self._away_since is not None
 
-    def hear(self, now: float) -> None:
+    def note_message(self, now: float) -> None:
         """The engine has said something, perhaps because it was asked."""
         self._heard_at = now
 
-    def hear_live(self, now: float) -> None:
+    def note_live_message(self, now: float) -> None:
         """It has said something by itself, so that silence is worth a question soon."""
         self._heard_at, self._quiet_seconds = now, self._options.quiet_seconds
 

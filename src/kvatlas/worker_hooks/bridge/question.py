@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Question(Struct):
+class ReplayRequest(Struct):
     """What is asked, and what the answer has shown so far."""
 
     number: int

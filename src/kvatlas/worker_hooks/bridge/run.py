@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.schemas.errors import EndpointUnusable
 from kvatlas.worker_hooks.bridge.engine_probe import (
     PROBE_SECONDS,
@@ -28,25 +28,24 @@ from kvatlas.worker_hooks.bridge.follow_state import FollowState
 from kvatlas.worker_hooks.bridge.observed import Observed, PayloadReader
 from kvatlas.worker_hooks.bridge.options import BridgeOptions
 from kvatlas.worker_hooks.bridge.stimuli import (
-    AskReplay,
+    Degrade,
     Deliver,
     DeliveryFailed,
-    Doubt,
     Effect,
     EngineAnswered,
     EngineSilent,
     FrameArrived,
     FrameReplayed,
+    Recover,
     ReplayEnded,
     ReplayFailed,
+    RequestReplay,
     Restarted,
     Stimulus,
     Ticked,
-    Undoubt,
 )
 from kvatlas.worker_hooks.bridge.zmq_source import ZmqSource, offset_port
 from kvatlas.worker_hooks.engines.registry import adapter_of
-from kvatlas.worker_hooks.process import signals_call
 from kvatlas.worker_hooks.raw_events import (
     RawDoubted,
     RawEngineBatch,
@@ -55,9 +54,10 @@ from kvatlas.worker_hooks.raw_events import (
     RawRestarted,
     encode_raw,
 )
-from kvatlas.worker_hooks.ring import RingReader, RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
-from kvatlas.worker_hooks.sidecar_service import Sidecar
+from kvatlas.worker_hooks.reporting.ring import RingReader, RingWriter
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions, shared_options
+from kvatlas.worker_hooks.sidecar.process import signals_call
+from kvatlas.worker_hooks.sidecar.service import Sidecar
 
 TICK_SECONDS = 0.25
 #: how often a full ring is looked at
@@ -215,7 +215,7 @@ class RankBridge:
                 following = tasks.create_task(self._follow(ring))
                 ticking = tasks.create_task(self._tick())
                 reporting = tasks.create_task(self._report())
-                reason = await self._speak(reader)
+                reason = await self._run_sidecar(reader)
                 for task in (following, ticking, reporting):
                     task.cancel()
         finally:
@@ -227,7 +227,7 @@ class RankBridge:
 
     # --- towards the bus ------------------------------------------------------------------------
 
-    async def _speak(self, reader: RingReader) -> str:
+    async def _run_sidecar(self, reader: RingReader) -> str:
         """Run the sidecar as soon as it is known how the engine cuts prompts."""
         await asyncio.wait(
             (self._block_tokens, self._stopping), return_when=asyncio.FIRST_COMPLETED
@@ -348,15 +348,15 @@ class RankBridge:
             match effect:
                 case Deliver(sequence, payload):
                     await self._deliver(sequence, payload, ring)
-                case AskReplay():
-                    self._source.ask(effect)
+                case RequestReplay():
+                    self._source.request_replay(effect)
                 case Restarted(reason):
                     _logger.warning("%s: another incarnation of the engine: %s", self._name, reason)
                     await _append(RawRestarted(reason), ring)
-                case Doubt(reason):
+                case Degrade(reason):
                     _logger.warning("%s: doubted: %s", self._name, reason)
                     await _append(RawDoubted(reason), ring)
-                case Undoubt(forgets):
+                case Recover(forgets):
                     _logger.warning("%s: no longer doubted", self._name)
                     if forgets:
                         await _append(RawForgotten(), ring)

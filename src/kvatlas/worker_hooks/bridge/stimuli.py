@@ -80,7 +80,7 @@ class Deliver(NamedTuple):
     payload: bytes
 
 
-class AskReplay(NamedTuple):
+class RequestReplay(NamedTuple):
     """Ask for everything from `first_sequence` on; answers to earlier questions count no more."""
 
     ask: int
@@ -93,16 +93,16 @@ class Restarted(NamedTuple):
     reason: str
 
 
-class Doubt(NamedTuple):
+class Degrade(NamedTuple):
     """Something was missed for good; what was believed so far is doubtful from here on."""
 
     reason: str
 
 
-class Undoubt(NamedTuple):
+class Recover(NamedTuple):
     """Trust again; `forgets` what was believed before the doubt and not told since."""
 
     forgets: bool
 
 
-Effect = Deliver | AskReplay | Restarted | Doubt | Undoubt
+Effect = Deliver | RequestReplay | Restarted | Degrade | Recover

@@ -35,7 +35,7 @@ class Turnover:
         """Nothing is held."""
         self._num_believed, self._num_stored = 0, None
 
-    def take(self, observed: Observed) -> None:
+    def observe(self, observed: Observed) -> None:
         """Count a batch."""
         if observed.is_cleared:
             self._num_believed = 0

@@ -44,7 +44,7 @@ class WaitingBatches:
         """Return the batch of a sequence."""
         return self._batches.get(sequence)
 
-    def take(self, sequence: int) -> WaitingBatch:
+    def pop(self, sequence: int) -> WaitingBatch:
         """Return the batch of a sequence, which waits no longer."""
         batch = self._batches.pop(sequence)
         self.num_bytes -= _cost(batch)

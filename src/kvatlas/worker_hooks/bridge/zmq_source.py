@@ -20,16 +20,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvatlas.schemas.errors import EndpointUnusable, ForeignFile
 from kvatlas.worker_hooks.bridge.stimuli import (
-    AskReplay,
     Connected,
     Disconnected,
     FrameArrived,
     FrameReplayed,
     ReplayEnded,
     ReplayFailed,
+    RequestReplay,
     Stimulus,
 )
-from kvatlas.worker_hooks.zmq_binding import bind
+from kvatlas.worker_hooks.recordings.zmq_binding import bind
 
 #: batches read and not yet handled; with more, the sockets' own bounds count, and then the engine's
 MAX_QUEUED = 256
@@ -107,7 +107,7 @@ class ZmqSource:
         with contextlib.suppress(asyncio.QueueFull):
             self._queue.put_nowait(stimulus)
 
-    def ask(self, asked: AskReplay) -> None:
+    def request_replay(self, asked: RequestReplay) -> None:
         """Ask for a replay, instead of the one under way; the answer comes out of `next`."""
         if self._asking is not None:
             self._asking.cancel()
@@ -158,7 +158,7 @@ class ZmqSource:
 
     # --- replay -------------------------------------------------------------------------------
 
-    async def _replay(self, asked: AskReplay) -> None:
+    async def _replay(self, asked: RequestReplay) -> None:
         # a socket for each question: nothing of an earlier answer can come out of it
         with self._context.socket(zmq.DEALER) as socket:
             socket.set(zmq.LINGER, 0)
@@ -174,7 +174,7 @@ class ZmqSource:
             except TimeoutError:
                 await self._fail(asked, f"silent for {self._silent_seconds:g} s")
 
-    async def _take_answer(self, socket: zmq.asyncio.Socket, asked: AskReplay) -> None:
+    async def _take_answer(self, socket: zmq.asyncio.Socket, asked: RequestReplay) -> None:
         """Take what comes in rising order; whatever else comes is no progress and ends in time."""
         loop, highest = asyncio.get_running_loop(), -1
         until = loop.time() + self._silent_seconds
@@ -195,7 +195,7 @@ class ZmqSource:
                 await self._queue.put(FrameReplayed(asked.ask, sequence, frames[-1]))
                 until = loop.time() + self._silent_seconds
 
-    async def _fail(self, asked: AskReplay, problem: str) -> None:
+    async def _fail(self, asked: RequestReplay, problem: str) -> None:
         reason = f"replay endpoint {self._replay_endpoint}: {problem}"
         _logger.warning("%s", reason)
         await self._queue.put(ReplayFailed(asked.ask, reason))

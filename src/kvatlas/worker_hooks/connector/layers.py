@@ -7,7 +7,7 @@
 from typing import Any
 
 from kvatlas.schemas.errors import InvalidSetting
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool import ServePool
 
 
 class LayerMemory:

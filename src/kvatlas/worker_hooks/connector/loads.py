@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvatlas.schemas.errors import KvatlasError, SidecarUnavailable
-from kvatlas.worker_hooks.channel import PullEnded, SidecarChannel
-from kvatlas.worker_hooks.connector.orders import Load, Run
+from kvatlas.worker_hooks.connector.orders import BlockLoad, BlockRun
 from kvatlas.worker_hooks.connector.slots import PoolSlots
 from kvatlas.worker_hooks.log_lines import printable_log
+from kvatlas.worker_hooks.sidecar.channel import PullEnded, SidecarChannel
 
 #: engine's block, slot -> copies the bytes
 Fill = Callable[[int, int], None]
@@ -29,7 +29,7 @@ _log = printable_log("vllm.kvatlas")
 
 
 @dataclass
-class Outcomes:
+class LoadOutcomes:
     """What became of loads since the last time somebody asked."""
 
     num_loads: int = 0
@@ -38,14 +38,14 @@ class Outcomes:
     #: anything else is why they did not, and "behind" that one before them did not
     blocks: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: "Outcomes") -> None:
+    def add(self, other: "LoadOutcomes") -> None:
         """Count others' as well."""
         self.num_loads += other.num_loads
         self.seconds += other.seconds
         self.blocks += other.blocks
 
 
-class Loads:
+class BlockLoader:
     """Runs loads; `finished`, `failed` and `outcomes` are asked in every step."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Loads:
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed: set[int] = set()
-        self._outcomes = Outcomes()
+        self._outcomes = LoadOutcomes()
         self._loop = asyncio.new_event_loop()
         self._channel: SidecarChannel | None = None
         #: held by the load that is next to get room
@@ -64,7 +64,7 @@ class Loads:
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvatlas-loads")
         self._thread.start()
 
-    def start(self, load: Load) -> None:
+    def start(self, load: BlockLoad) -> None:
         """Begin a load."""
         asyncio.run_coroutine_threadsafe(self._load(load), self._loop)
 
@@ -80,10 +80,10 @@ class Loads:
             failed, self._failed = self._failed, set()
         return failed
 
-    def outcomes(self) -> Outcomes:
+    def outcomes(self) -> LoadOutcomes:
         """Return what became of the loads that have ended since the last call."""
         with self._lock:
-            outcomes, self._outcomes = self._outcomes, Outcomes()
+            outcomes, self._outcomes = self._outcomes, LoadOutcomes()
         return outcomes
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Loads:
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
-    async def _load(self, load: Load) -> None:
+    async def _load(self, load: BlockLoad) -> None:
         began = time.monotonic()
         held: set[int] = set()
         told: Counter[str] = Counter()
@@ -114,13 +114,13 @@ class Loads:
             with self._lock:
                 self._failed |= {b for i, b in enumerate(load.block_ids) if i not in held}
                 self._finished.add(load.request_id)
-                self._outcomes.add(Outcomes(1, seconds, told))
+                self._outcomes.add(LoadOutcomes(1, seconds, told))
             _log.info(
                 "kvatlas: %s of %s blocks for %s in %.1f ms: %s",
                 len(held), len(load.hashes), load.request_id, 1000 * seconds, dict(+told),
             )  # fmt: skip
 
-    async def _bring(self, load: Load, told: Counter[str], until: float) -> set[int]:
+    async def _bring(self, load: BlockLoad, told: Counter[str], until: float) -> set[int]:
         """Return the positions whose blocks have their bytes."""
         held = self._copy_own(load)
         told["own"] += len(held)
@@ -134,7 +134,7 @@ class Loads:
             held |= answer
         return held
 
-    def _copy_own(self, load: Load) -> set[int]:
+    def _copy_own(self, load: BlockLoad) -> set[int]:
         """Fill what the pool has already."""
         held = set()
         for position, block_hash in enumerate(load.hashes):
@@ -145,7 +145,7 @@ class Loads:
         return held
 
     async def _pull(
-        self, load: Load, run: Run, held: set[int], told: Counter[str], until: float
+        self, load: BlockLoad, run: BlockRun, held: set[int], told: Counter[str], until: float
     ) -> set[int]:
         """Return the positions of a run that came: as many at a time as the pool has room for."""
         wanted = [p for p in range(run.first, run.first + run.num_blocks) if p not in held]
@@ -170,7 +170,7 @@ class Loads:
         """
         try:
             async with asyncio.timeout(until - time.monotonic()), self._turn:
-                while not (slots := self._slots.take(num_slots)):  # noqa: ASYNC110 - peers decide
+                while not (slots := self._slots.acquire(num_slots)):  # noqa: ASYNC110 - peers decide
                     await asyncio.sleep(ROOM_SECONDS)
                 return slots
         except TimeoutError:
@@ -179,8 +179,8 @@ class Loads:
     async def _pull_into(
         self,
         slots: list[int],
-        load: Load,
-        run: Run,
+        load: BlockLoad,
+        run: BlockRun,
         positions: list[int],
         told: Counter[str],
         until: float,
@@ -202,11 +202,11 @@ class Loads:
         finally:
             kept = set(filled)
             self._slots.filled([slots[i] for i in filled], [hashes[i] for i in filled])
-            self._slots.give_back([slot for i, slot in enumerate(slots) if i not in kept])
+            self._slots.release([slot for i, slot in enumerate(slots) if i not in kept])
         told["held"] += len(filled)
         return {positions[i] for i in filled}
 
-    async def _ask(self, hashes: bytes, slots: list[int], run: Run, until: float) -> PullEnded:
+    async def _ask(self, hashes: bytes, slots: list[int], run: BlockRun, until: float) -> PullEnded:
         if self._channel is None:
             self._channel = SidecarChannel(Path(self._socket_path))
         left = max(until - time.monotonic(), 0.001)

@@ -6,7 +6,7 @@ from kvatlas.schemas.ids import InstanceId
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Blocks of one load that the same owners are asked for, best first."""
 
     first: int
@@ -15,18 +15,18 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Load:
+class BlockLoad:
     """Blocks to bring into the engine's memory while the request waits."""
 
     request_id: str
     #: the engine's own blocks, and our hashes of what belongs into them
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
 
 
 @dataclass(frozen=True)
-class Save:
+class BlockSave:
     """A block that is complete after this step."""
 
     block_id: int
@@ -34,7 +34,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SidecarAddress:
     """Where the sidecar of this engine is reached."""
 
     socket_path: str
@@ -47,8 +47,8 @@ class Beside:
 class Orders:
     """Everything of one step."""
 
-    beside: Beside | None = None
+    beside: SidecarAddress | None = None
     #: forget what is in the serve pool, before anything else
     clears: bool = False
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)

@@ -12,7 +12,7 @@ from kvatlas.schemas.digest import split_hashes
 from kvatlas.schemas.hashing import BlockHasher, pack_tokens
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.routing import Plan, PullStep
-from kvatlas.worker_hooks.connector.orders import Load, Run, Save
+from kvatlas.worker_hooks.connector.orders import BlockLoad, BlockRun, BlockSave
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -78,32 +78,32 @@ class RequestBlocks:
         self._wanted = range(num_held, max(end, num_held))
         return len(self._wanted)
 
-    def load(self, num_blocks: int) -> Load:
+    def load(self, num_blocks: int) -> BlockLoad:
         """Return the load of as many of the wanted blocks as the engine has made room for."""
         assert self._plan is not None
         wanted = self._wanted[:num_blocks]
         self._wanted = range(0)
         block_ids = tuple(self.block_ids[wanted.start : wanted.stop])
         hashes = tuple(self._hashes[wanted.start : wanted.stop])
-        return Load(self.request_id, block_ids, hashes, _runs(wanted, self._plan.pulls))
+        return BlockLoad(self.request_id, block_ids, hashes, _runs(wanted, self._plan.pulls))
 
-    def completed(self, tokens: Sequence[int], budget: int) -> list[Save]:
+    def completed(self, tokens: Sequence[int], budget: int) -> list[BlockSave]:
         """Return blocks that are complete with these tokens and not ordered yet, up to a budget."""
         chain = self.chain(tokens)
         end = min(len(chain), len(self.block_ids), self.num_saved + budget)
         first, self.num_saved = self.num_saved, max(end, self.num_saved)
-        return [Save(self.block_ids[i], chain[i]) for i in range(first, end)]
+        return [BlockSave(self.block_ids[i], chain[i]) for i in range(first, end)]
 
 
-def _runs(wanted: range, steps: Sequence[PullStep]) -> tuple[Run, ...]:
+def _runs(wanted: range, steps: Sequence[PullStep]) -> tuple[BlockRun, ...]:
     """Cut the wanted blocks where their owners change; positions count from the first wanted."""
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     for block in wanted:
         owners = _owners(steps, block)
         if runs and runs[-1].owners == owners:
-            runs[-1] = Run(runs[-1].first, runs[-1].num_blocks + 1, owners)
+            runs[-1] = BlockRun(runs[-1].first, runs[-1].num_blocks + 1, owners)
         else:
-            runs.append(Run(block - wanted.start, 1, owners))
+            runs.append(BlockRun(block - wanted.start, 1, owners))
     return tuple(runs)
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kvatlas.schemas.errors import InvalidBlock, SlotInUse
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool import ServePool
 
 #: slots looked at for one that nobody reads
 _EVICTION_BATCH = 16
@@ -53,7 +53,7 @@ class PoolSlots:
                 self._held.move_to_end(block_hash)
             return slot
 
-    def take(self, num_slots: int) -> list[int]:
+    def acquire(self, num_slots: int) -> list[int]:
         """Return empty slots, as many as can be had up to so many."""
         with self._lock:
             if len(self._free) < num_slots:
@@ -71,14 +71,14 @@ class PoolSlots:
         """
         if self.slot_of(block_hash) is not None:
             return False
-        for slot in self.take(1):
+        for slot in self.acquire(1):
             try:
                 self.pool.commit(slot, block_hash, *parts)
             except SlotInUse:
-                self.give_back([slot])
+                self.release([slot])
                 return False
             except InvalidBlock:
-                self.give_back([slot])
+                self.release([slot])
                 raise
             self._hold(slot, block_hash)
             return True
@@ -89,7 +89,7 @@ class PoolSlots:
         for slot, block_hash in zip(slots, hashes, strict=True):
             self._hold(slot, block_hash)
 
-    def give_back(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         """Take back slots that a pull has not filled."""
         with self._lock:
             self._empty(slots)

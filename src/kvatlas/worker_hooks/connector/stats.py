@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvatlas.worker_hooks.connector.loads import CAME, Outcomes
+from kvatlas.worker_hooks.connector.loads import CAME, LoadOutcomes
 
 #: what vLLM's log and metrics call these figures
 LOADS, SECONDS, BLOCKS = "loads", "seconds", "blocks"
 
 
-def stats_of(outcomes: Outcomes) -> dict[str, Any]:
+def stats_of(outcomes: LoadOutcomes) -> dict[str, Any]:
     """Return the outcomes as a plain mapping; empty where no load has ended."""
     if not outcomes.num_loads:
         return {}

@@ -2,7 +2,7 @@
 
 from kvatlas.worker_hooks.transfer.memory import MemoryFabric, MemorySource, MemoryTransport
 from kvatlas.worker_hooks.transfer.transport import (
-    Bounce,
+    BouncePlaces,
     ReadOutcome,
     ReadStatus,
     Row,
@@ -13,7 +13,7 @@ from kvatlas.worker_hooks.transfer.transport import (
 )
 
 __all__ = [
-    "Bounce",
+    "BouncePlaces",
     "MemoryFabric",
     "MemorySource",
     "MemoryTransport",

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from kvatlas.worker_hooks.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool import ServePool
 from kvatlas.worker_hooks.transfer.transport import (
-    Bounce,
+    BouncePlaces,
     ReadOutcome,
     ReadStatus,
     Row,
@@ -76,7 +76,7 @@ class MemoryTransport:
 
     name = "memory"
 
-    def __init__(self, fabric: MemoryFabric, pool: ServePool, bounce: Bounce) -> None:
+    def __init__(self, fabric: MemoryFabric, pool: ServePool, bounce: BouncePlaces) -> None:
         self._fabric, self._pool, self._bounce = fabric, pool, bounce
         #: reads in quarantine
         self._late: set[asyncio.Task[None]] = set()
@@ -114,7 +114,7 @@ class MemoryTransport:
         for row in rows:
             if row.length != self._pool.block_bytes or row.address + row.length > end:
                 return ReadOutcome(ReadStatus.refused, detail=f"{row} is no block of the pool")
-        places = self._bounce.take(len(rows))
+        places = self._bounce.acquire(len(rows))
         if not places:
             return ReadOutcome(ReadStatus.no_room)
         copying = asyncio.create_task(self._copy(found, rows, places))
@@ -142,6 +142,6 @@ class MemoryTransport:
 
         def end(task: asyncio.Task[None]) -> None:
             self._late.remove(task)
-            self._bounce.give_back(places)
+            self._bounce.release(places)
 
         copying.add_done_callback(end)

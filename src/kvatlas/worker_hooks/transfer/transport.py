@@ -97,7 +97,7 @@ class Source(Protocol):
         ...
 
 
-class Bounce:
+class BouncePlaces:
     """The bounce places of a pool, shared by its transports and its puller, on one event loop.
 
     A place is free, or with a read, in quarantine, or with whoever got it from a read.
@@ -111,14 +111,14 @@ class Bounce:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, num: int) -> list[int]:
+    def acquire(self, num: int) -> list[int]:
         """Return the first so many free places, neighbours where it can be; none if too few."""
         if num > len(self._free):
             return []
         taken, self._free = self._free[:num], self._free[num:]
         return taken
 
-    def give_back(self, places: Sequence[int]) -> None:
+    def release(self, places: Sequence[int]) -> None:
         """Free places; not always those that were taken, but as many."""
         if len(self._free) + len(places) > self.num_places:
             raise ValueError(f"{len(places)} places too many for {self.num_places}")

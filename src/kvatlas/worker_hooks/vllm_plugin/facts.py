@@ -8,10 +8,10 @@ from typing import Any
 
 from kvatlas.schemas.fleet import KvLayout
 from kvatlas.schemas.settings import Settings
-from kvatlas.worker_hooks.beside_engine import default_worker
 from kvatlas.worker_hooks.log_lines import printable_log
-from kvatlas.worker_hooks.plugin_endpoint import PluginEndpoint
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions, shared_options
+from kvatlas.worker_hooks.sidecar.beside_engine import default_worker
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions, shared_options
+from kvatlas.worker_hooks.sidecar.plugin_endpoint import PluginEndpoint
 
 CONNECTOR = "KvatlasConnector"
 #: extra config of the connector: how much of its KV the engine lends to peers

@@ -15,9 +15,9 @@ import os
 import time
 from typing import Any
 
-from kvatlas.worker_hooks.beside_engine import BesideEngine, plugin_settings
 from kvatlas.worker_hooks.log_lines import printable_log
-from kvatlas.worker_hooks.plugin_endpoint import is_plugin_endpoint, parse_endpoint
+from kvatlas.worker_hooks.sidecar.beside_engine import BesideEngine, plugin_settings
+from kvatlas.worker_hooks.sidecar.plugin_endpoint import is_plugin_endpoint, parse_endpoint
 from kvatlas.worker_hooks.vllm_plugin import running
 from kvatlas.worker_hooks.vllm_plugin.facts import sidecar_options
 from kvatlas.worker_hooks.vllm_plugin.publisher import EngineReports

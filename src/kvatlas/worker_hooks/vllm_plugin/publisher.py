@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.log_lines import printable_log
 from kvatlas.worker_hooks.raw_events import RawEngineBatch, RawEvent, RawHeld
-from kvatlas.worker_hooks.vllm_plugin.told_blocks import EngineHash, ToldBlocks
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.vllm_plugin.told_blocks import EngineHash, PublishedBlocks
 
 ENGINE = "vllm"
 #: the engine's own memory, by what it calls it
@@ -48,7 +48,7 @@ class EngineReports:
     ) -> None:
         self._hook, self._rank = hook, rank
         self._is_cached, self._num_cached, self._clock = is_cached, num_cached, clock
-        self._told = ToldBlocks()
+        self._told = PublishedBlocks()
         self._lock = threading.Lock()
         self._next_audit = clock() + AUDIT_SECONDS
         self._stopped = threading.Event()
@@ -67,7 +67,7 @@ class EngineReports:
             with self._lock:
                 told = [raw for event in events if (raw := self._take(event)) is not None]
                 if told:
-                    self._hook.told(ENGINE, _encode([ts, told, self._rank]))
+                    self._hook.report_published(ENGINE, _encode([ts, told, self._rank]))
                 self._audit()
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             if not self.num_failed:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from kvatlas.worker_hooks.beside_engine import BesideEngine
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.beside_engine import BesideEngine
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
 from kvatlas.worker_hooks.vllm_plugin.publisher import EngineReports
 
 

@@ -25,7 +25,7 @@ class _Told(NamedTuple):
     place: Place
 
 
-class ToldBlocks:
+class PublishedBlocks:
     """Blocks by the store that told of them last."""
 
     def __init__(self) -> None:

@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.events.embedded import embedded_server
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
+from kvatlas.events.nats.embedded.server import embedded_server
 from kvatlas.events.subjects import lease_subject
 from kvatlas.indexer import FlatRadixIndex, prompt_kernel
-from kvatlas.router.requests import Report, decode_score_request
+from kvatlas.router.decision.requests import Report
+from kvatlas.router.http.bodies.decoding import decode_score_request
 from kvatlas.router.service import RouterService
 from kvatlas.schemas.hashing import Namespace
 from kvatlas.schemas.ids import InstanceId
@@ -32,12 +33,12 @@ from kvatlas.schemas.transfer import (
     decode_transfer_answer,
     encode_transfer,
 )
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.lease_server import LeaseServer
-from kvatlas.worker_hooks.pool import ServePool
-from kvatlas.worker_hooks.pool_file import default_folder
-from kvatlas.worker_hooks.ring import RingWriter
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.ring import RingWriter
 from kvatlas.worker_hooks.transfer import MemoryFabric, MemorySource
+from kvatlas.worker_hooks.transfer.lease_server import LeaseServer
+from kvatlas.worker_hooks.transfer.pool import ServePool
+from kvatlas.worker_hooks.transfer.pool_file import default_folder
 from testkit.blocks import a_block, a_chain, a_hash
 from testkit.fleet import MODEL, Fleet, StillFeed
 from testkit.measuring.timing import mean_us, mean_us_over

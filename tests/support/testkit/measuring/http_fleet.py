@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from kvatlas.events.bus import Publisher
 from kvatlas.events.codec import encode
 from kvatlas.events.leases import LeaseKeeper
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import events_subject
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import decode, encode
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import stimulus_of
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import stimulus_of
 from kvatlas.schemas.ids import Tier
 from kvatlas.schemas.kv_events import WIRE_VERSION, BlockRemoved, BlockStored, EventBatch, KvEvent
 from testkit.builders import ROOT, subject_of, up

@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from kvatlas.events.bus import Bus
-from kvatlas.indexer.flat import FlatRadixIndex
-from kvatlas.indexer.service import IndexService
-from kvatlas.indexer.service_settings import ServiceSettings
-from kvatlas.indexer.state import IndexState
-from kvatlas.indexer.stimuli import BatchArrived, Effect, Stimulus
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.fold.stimuli import BatchArrived, Effect, Stimulus
+from kvatlas.indexer.index.flat import FlatRadixIndex
+from kvatlas.indexer.service.index_service import IndexService
+from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.ids import InstanceId, Tier
 from testkit.measuring.ingest_plans import Held
@@ -70,7 +70,7 @@ class Indexer:
 async def indexer(bus: Bus) -> AsyncGenerator[Indexer, None]:
     """Run an index at the end of the log."""
     state = WatchedState(FlatRadixIndex())
-    patient = ServiceSettings(lease_missing_seconds=3600.0)  # nobody here holds a lease
+    patient = IndexServiceLimits(lease_missing_seconds=3600.0)  # nobody here holds a lease
     async with IndexService(bus, state, settings=patient) as service:
         await service.wait_ready()
         yield Indexer(state)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from kvatlas.schemas.digest import TierDigest
 from kvatlas.schemas.hashing import BlockHasher, Namespace
-from kvatlas.worker_hooks.outbox import COALESCE_BYTES, COALESCE_SECONDS
+from kvatlas.worker_hooks.reporting.outbox import COALESCE_BYTES, COALESCE_SECONDS
 
 MODEL, BLOCK_TOKENS, NUM_WORKERS = "m", 16, 8
 HASHER = BlockHasher(Namespace(MODEL, BLOCK_TOKENS))

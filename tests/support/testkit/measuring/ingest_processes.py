@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import events_stream
 from testkit.measuring.ingest_index import indexer
 from testkit.measuring.ingest_teller import teller

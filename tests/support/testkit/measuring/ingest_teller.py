@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 
 from kvatlas.events.bus import Bus, Publisher
 from kvatlas.events.codec import encode
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.events.subjects import events_subject
 from kvatlas.schemas.digest import TierDigest, digest_of, split_hashes
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.ids import InstanceId
 from kvatlas.schemas.kv_events import BlockStored, WorkerUp
-from kvatlas.worker_hooks.outbox import Outbox
+from kvatlas.worker_hooks.reporting.outbox import Outbox
 from testkit.measuring.ingest_plans import (
     BLOCK_TOKENS,
     HASHER,
@@ -72,7 +72,7 @@ class Worker:
 
     def payloads(self) -> Iterator[bytes]:
         """Take what is due."""
-        while (batch := self.outbox.take(time.monotonic(), time.time_ns())) is not None:
+        while (batch := self.outbox.next_batch(time.monotonic(), time.time_ns())) is not None:
             yield encode(batch)
 
 
@@ -214,7 +214,7 @@ class _PacedSender:
         outbox = self.worker.outbox
         while True:
             now = time.monotonic()
-            batch = outbox.take(now, time.time_ns())
+            batch = outbox.next_batch(now, time.time_ns())
             if batch is not None:
                 taken = len(batch.events)
                 self.sent.append((batch.seq, self.waiting[:taken]))

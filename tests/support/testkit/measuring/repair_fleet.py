@@ -16,10 +16,10 @@ import msgspec
 from kvatlas.events.bus import Bus, OnRequest, Publisher
 from kvatlas.events.codec import encode
 from kvatlas.events.leases import LeaseKeeper
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import events_subject, inventory_subject
-from kvatlas.indexer.packed_digest import digest_of_packed
+from kvatlas.indexer.index.packed_digest import digest_of_packed
 from kvatlas.schemas.fleet import NamespaceDescriptor, WorkerInfo
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
@@ -30,8 +30,8 @@ from kvatlas.schemas.kv_events import (
     KvEvent,
     WorkerUp,
 )
-from kvatlas.worker_hooks.inventory import MAX_PART_BLOCKS
-from kvatlas.worker_hooks.outbox import Outbox
+from kvatlas.worker_hooks.reporting.inventory import MAX_PART_BLOCKS
+from kvatlas.worker_hooks.reporting.outbox import Outbox
 from testkit.measuring.http_fleet import BLOCK_TOKENS, EVENT_BLOCKS, HASHER, LOAD_BLOCKS, MODEL
 
 NUM_WORKERS, NUM_HOLDERS, WORKER_BLOCKS = 100, 8, 10_000
@@ -64,7 +64,7 @@ class RepairWorker:
         """Publish what is due, as a sidecar does, until cancelled."""
         while True:
             now = time.monotonic()
-            batch = self._outbox.take(now, time.time_ns())
+            batch = self._outbox.next_batch(now, time.time_ns())
             if batch is not None:
                 if batch.seq not in self._lost:
                     await self._publisher.publish(self._subject, encode(batch))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvatlas.indexer import FlatRadixIndex
-from kvatlas.indexer.shared.arrays import SharedArrays
-from kvatlas.indexer.shared.publication import IndexPublication, Pulse
-from kvatlas.indexer.shared.reader import SharedIndexReader
-from kvatlas.indexer.state import IndexState
+from kvatlas.indexer.fold.state import IndexState
+from kvatlas.indexer.index.shared.arrays import SharedArrays
+from kvatlas.indexer.index.shared.publication import IndexPublication, WriterStatus
+from kvatlas.indexer.index.shared.reader import SharedIndexReader
 from kvatlas.schemas.kv_events import BlockStored, KvEvent
 from testkit.builders import ROOT, a_batch, arrived, up
 from testkit.measuring.timing import percentiles
@@ -75,7 +75,7 @@ class _Writer:
             self._state.handle(arrived(a_batch(*events, worker=worker, seq=seq), self._at))
 
     def _pulse(self) -> None:
-        self._publication.pulse(Pulse(True, True, self._at, time.monotonic(), {}))
+        self._publication.publish_status(WriterStatus(True, True, self._at, time.monotonic(), {}))
 
 
 def _read(folder: str, seconds: float) -> Read:

@@ -4,8 +4,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from random import Random
 
-from kvatlas.worker_hooks.hook import WorkerHook
 from kvatlas.worker_hooks.raw_events import RawEvent, RawStored
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
 from testkit.storm.chains import Chain, Chains
 from testkit.storm.truth import TruthWriter
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from kvatlas.events.bus import Message
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.events.streams import KV_EVENTS
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from testkit.ports import kept_port

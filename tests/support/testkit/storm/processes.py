@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvatlas.events.embedded import EmbeddedServer
+from kvatlas.events.nats.embedded.server import EmbeddedServer
 from kvatlas.schemas.errors import ServerNotStarted
 from testkit.ports import kept_port
 

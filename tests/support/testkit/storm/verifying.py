@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from kvatlas.check import check_archive
+from kvatlas.events.archive.sql import SqlArchive
 from kvatlas.events.bus import Message
 from kvatlas.events.codec import decode, decode_control
-from kvatlas.events.sql_archive import SqlArchive
-from kvatlas.indexer.flat import FlatRadixIndex
-from kvatlas.replay import Moment, replay
+from kvatlas.hindsight.check import check_archive
+from kvatlas.hindsight.replay import Moment, replay
+from kvatlas.indexer.index.flat import FlatRadixIndex
 from kvatlas.schemas.kv_events import WorkerDown
 from testkit.storm.chains import Chains
 from testkit.storm.truth import Truth

@@ -19,15 +19,15 @@ from msgspec import Struct
 
 from kvatlas.events.bus import Publisher
 from kvatlas.events.codec import decode
-from kvatlas.events.nats_bus import NatsBus
+from kvatlas.events.nats.bus import NatsBus
 from kvatlas.schemas.errors import BusUnavailable, StreamRefused
 from kvatlas.schemas.kv_events import KvEvent
-from kvatlas.worker_hooks import sidecar_service
-from kvatlas.worker_hooks.hook import WorkerHook
-from kvatlas.worker_hooks.outbox import Outbox
-from kvatlas.worker_hooks.ring import Lost, RingReader, RingWriter
-from kvatlas.worker_hooks.sidecar_options import SidecarOptions
-from kvatlas.worker_hooks.sidecar_service import Sidecar
+from kvatlas.worker_hooks.reporting.hook import WorkerHook
+from kvatlas.worker_hooks.reporting.outbox import Outbox
+from kvatlas.worker_hooks.reporting.ring import Lost, RingReader, RingWriter
+from kvatlas.worker_hooks.sidecar import service as sidecar_service
+from kvatlas.worker_hooks.sidecar.options import SidecarOptions
+from kvatlas.worker_hooks.sidecar.service import Sidecar
 from testkit.storm.chains import DESCRIPTOR, MODEL, Chains
 from testkit.storm.engine import StormEngine
 from testkit.storm.truth import TruthWriter

@@ -1,0 +1,1 @@
+"""The bus within one process: the adapter for tests and demos. Read `bus.py` first."""

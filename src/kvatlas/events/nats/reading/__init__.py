@@ -1,0 +1,1 @@
+"""Reading streams and subjects of NATS: ranges, follow, subscriptions. Read `follow.py` first."""

@@ -1,0 +1,1 @@
+"""Bodies and queries of requests to typed values. Read `requests.py` first."""

@@ -1,0 +1,4 @@
+"""What all HTTP servers share: protocols, bounds, deadlines, accepted hosts.
+
+Read `limits.py` first.
+"""

@@ -1,0 +1,1 @@
+"""Recordings of engines' events: written, redacted, and decoded again. Read `captures.py` first."""
