@@ -198,7 +198,7 @@ async def test_answers_to_a_batch_that_is_over_mean_nothing() -> None:
         await until(lambda: broker.got[-1] == (b"4", "in.4"))
 
 
-# --- order in trouble, see nats_window.py --------------------------------------------------------
+# --- order in trouble, see window.py --------------------------------------------------------
 
 
 def single(

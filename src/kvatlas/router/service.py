@@ -173,7 +173,7 @@ class RouterService:
         self._candidates = CandidateFinder(index, self.loads, self.overlay, fleet_key)
         self._clock, self._wall_ns = clock, wall_ns
         self.router_id = router_id or new_router_id()
-        #: told what other routers have to know; see siblings.py
+        #: told what other routers have to know; see replicas.py
         self.publish: Callable[[Signal], None] = lambda signal: None
         self._new_id = new_id or self._timed_id
         self._random = Random(self.settings.seed or None)

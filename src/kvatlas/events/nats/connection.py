@@ -5,7 +5,7 @@ again, so that new messages overtake old ones, and it gives up for good on some 
 broker. So each nats-py client lives for one connection only; what uses it (`NatsPublisher`,
 `PushConsumer`, `NatsService`) starts over on the next one.
 
-A node whose JetStream answers nothing any more is left for another one (nats_nodes.py decides).
+A node whose JetStream answers nothing any more is left for another one (nodes.py decides).
 """
 
 import asyncio

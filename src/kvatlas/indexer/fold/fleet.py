@@ -225,7 +225,7 @@ class Fleet:
             ReportTrust(instance.id, instance.epoch, instance.trust, instance.trust_reasons)
         )
 
-    # --- what a live service asks; see service.py ----------------------------------------------
+    # --- what a live service asks; see index_service.py -------------------------------------------
 
     def wants_inventory(self, instance: InstanceId) -> bool:
         """Say whether the instance still waits for an inventory."""

@@ -4,7 +4,7 @@
                          (epoch before sequence)       of the instance         [effects]
 
 No I/O, no clock, no logger: the live service and a replay run exactly this, so equal histories give
-equal `state_digest`. What changes with time alone (silence, lag) is laid over it in live.py.
+equal `state_digest`. What changes with time alone (silence, lag) is in trust_overlay.py.
 """
 
 from collections.abc import Callable, Generator
@@ -254,7 +254,7 @@ class IndexState:
         self._stream_sequence = tables.stream_sequence
         self.fleet.restore(tables)
 
-    # --- what a live service asks; see service.py ----------------------------------------------
+    # --- what a live service asks; see index_service.py -------------------------------------------
 
     def changed_since(self, fleet_version: int) -> list[InstanceId] | None:
         """Return who looks otherwise than at a version; None if that may be anybody."""

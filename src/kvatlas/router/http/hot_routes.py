@@ -3,7 +3,7 @@
     plain HTTP/1.1 --HotProtocol--> HotRoutes.answer --> Router        see hot_protocol.py
     any other form --uvicorn------> HotRoutes, as bare ASGI --^
 
-Bodies are read under a limit and parsed by requests.py; nothing else stands between the
+Bodies are read under a limit and parsed by decoding.py; nothing else stands between the
 socket and the router. Whatever else is asked goes on to the control API.
 """
 

@@ -1,4 +1,4 @@
 """The process beside an engine, `python -m kvatlas.worker_hooks.sidecar`.
 
-Read `service.py` first.
+Read `index_service.py` first.
 """

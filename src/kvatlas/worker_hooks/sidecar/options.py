@@ -92,7 +92,7 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
     #: how blocks travel: `nixl`, `memory` within one process, `none`
     transport: Annotated[str, Meta(pattern="^(nixl|memory|none)$")] = "nixl"
 
-    #: host:port for Prometheus, see sidecar_metrics.py; empty serves none
+    #: host:port for Prometheus, see metrics.py; empty serves none
     metrics_address: str = ""
 
     #: with `nixl`

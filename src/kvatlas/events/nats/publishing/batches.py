@@ -1,7 +1,7 @@
 """A publisher's way through batches of the broker's fast ingest: sends what `FastIngest` decides.
 
 Messages under way are all of one batch or all single, so that none overtakes another. Whatever is
-wrong with a batch is trouble of all subjects (nats_window.py), and they go one by one for a while.
+wrong with a batch is trouble of all subjects (window.py), and they go one by one for a while.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Each message carries the reply subject `<inbox>.<number>`; the broker's acknowledgement comes back
 to one subscription, which takes the number out of the window. What is not acknowledged is sent
-again, of each subject the oldest first and alone until it is answered (nats_window.py decides):
+again, of each subject the oldest first and alone until it is answered (window.py decides):
 
     error or no answer    the message's subject stalls: newer messages of it wait in the window
     new connection        all subjects that have messages in the window stall
@@ -10,7 +10,7 @@ again, of each subject the oldest first and alone until it is answered (nats_win
 A message keeps its number when it is sent again, so any answer to any copy counts.
 
 A busy publisher goes through batches of the broker's fast ingest instead, which cost half as much
-(nats_fast_ingest.py decides, nats_batches.py sends, ADR-0007).
+(fast_ingest.py decides, batches.py sends, ADR-0007).
 """
 
 import asyncio

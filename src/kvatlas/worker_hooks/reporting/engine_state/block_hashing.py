@@ -1,7 +1,7 @@
 """What the blocks of an engine are: our hashes of them, from their tokens and their parents.
 
 store with tokens --parent known--> names --> the runs of it that are news are told
-                  --else----------> waits for its parent (parking.py)
+                  --else----------> waits for its parent (orphans.py)
 """
 
 from kvatlas.schemas.digest import BLOCK_HASH_BYTES

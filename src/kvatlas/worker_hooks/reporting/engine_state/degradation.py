@@ -2,7 +2,7 @@
 
 engine without a sign of life ---------.
 whoever listens has missed something --+
-blocks cut otherwise (misfits.py) -----+
+blocks cut otherwise (block_size_mismatch.py) -----+
 fields of events that nobody reads ----+--> doubt          --> Doubted
 held and not reused, before wire 102 --+
 muted, for readers before wire 101 ----'

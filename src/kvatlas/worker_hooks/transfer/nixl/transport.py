@@ -1,6 +1,6 @@
 """Reading and serving over NIXL: the sidecar's side of the transfer process.
 
-    event loop                            process (nixl_process.py)
+    event loop                            process (process.py)
     NixlTransport.read   --Read------->   post, poll, quarantine, recycle
                          <--Ended------
                          <--Freed------   a read in quarantine is over
