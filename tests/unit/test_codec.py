@@ -269,8 +269,29 @@ def test_a_damaged_payload_raises_nothing_else(name: str, at: int, damage: bytes
         WorkerInfo("http://x", (), NamespaceDescriptor(16), adapters={"sql": "base"}),
         WorkerInfo("http://x", ("m" * 257,), NamespaceDescriptor(16)),
         WorkerInfo("http://x", ("m",), NamespaceDescriptor(16), adapters={"": "m"}),
+        WorkerInfo("http://" + "x" * 2_048, ("m",), NamespaceDescriptor(16)),
+        WorkerInfo("http://x", ("m",) * 257, NamespaceDescriptor(16)),
+        WorkerInfo("http://x", ("m",), NamespaceDescriptor(16), sidecar="x" * 2_049),
+        WorkerInfo("http://x", ("m",), NamespaceDescriptor(16), versions={"v": "x" * 257}),
+        WorkerInfo("http://x", ("m",), NamespaceDescriptor(16), kv_fingerprint=bytes(65)),
+        WorkerInfo(
+            "http://x",
+            ("m",),
+            NamespaceDescriptor(16),
+            adapters=dict.fromkeys(map(str, range(4_097)), "m"),
+        ),
     ],
-    ids=["no model", "a name that fits into no subject", "an adapter without a name"],
+    ids=[
+        "no model",
+        "a name that fits into no subject",
+        "an adapter without a name",
+        "a long address",
+        "many models",
+        "a long subject",
+        "a long version",
+        "a long fingerprint",
+        "many adapters",
+    ],
 )
 def test_a_worker_that_nobody_could_ask_for_is_skipped(info: WorkerInfo) -> None:
     decoded = decode(encode(a_batch(WorkerUp(info), stored(1))))

@@ -170,7 +170,7 @@ async def test_what_is_no_lease_is_left_out(caplog: pytest.LogCaptureFixture) ->
         await watch_leases(keys, changes)
         async with a_keeper(bus, epoch=3):
             assert await changes.count(1) == [LeaseChange(W1, 3, "alive")]
-    assert "no lease key: other" in caplog.text
+    assert "no lease at other: expected lease.<worker>.<rank>" in caplog.text
     assert "no lease at lease.w1.0" in caplog.text
 
 

@@ -11,6 +11,7 @@ from kvatlas.schemas.kv_events import (
     BlockStored,
     Inventory,
     KvEvent,
+    NamespacesOverBudget,
     SourceDegraded,
     WorkerUp,
 )
@@ -117,7 +118,15 @@ def test_a_restart_ends_the_doubts(reporting: Reporting) -> None:
     reporting.reporter.begin_epoch(2)
     reporting.said()
     reporting.reporter.put_inventory()
-    assert SourceDegraded not in [*reporting.kinds(), *reporting.kinds()]
+    doubts = [e for e in (*reporting.said(), *reporting.said()) if isinstance(e, SourceDegraded)]
+    assert doubts == [SourceDegraded("")]
+
+
+def test_an_inventory_takes_back_what_others_have_said(reporting: Reporting) -> None:
+    """A forged doubt has no other end: the instance itself has never said one."""
+    reporting.reporter.put_inventory()
+    reporting.said()
+    assert reporting.said()[:2] == [SourceDegraded(""), NamespacesOverBudget(b"")]
 
 
 def test_it_is_said_before_the_blocks_that_matches_end_at_reuse_points(

@@ -28,7 +28,7 @@ from kvatlas.indexer.service.index_service import IndexService
 from kvatlas.indexer.service.patience import IndexServiceLimits
 from kvatlas.schemas.digest import digest_of, split_hashes
 from kvatlas.schemas.errors import SidecarUnavailable, StreamRefused
-from kvatlas.schemas.fleet import Trust
+from kvatlas.schemas.fleet import Trust, WorkerInfo
 from kvatlas.schemas.hashing import BlockHasher
 from kvatlas.schemas.ids import InstanceId, Tier
 from kvatlas.schemas.kv_events import (
@@ -41,6 +41,8 @@ from kvatlas.schemas.kv_events import (
     Inventory,
     KvEvent,
     NamespacesOverBudget,
+    SourceDegraded,
+    WorkerDown,
     WorkerUp,
 )
 from kvatlas.schemas.transfer import (
@@ -353,6 +355,53 @@ async def test_a_forged_epoch_hides_a_living_worker_for_a_few_renewals_only(
             await until(lambda: view_of(service).epoch > forged.epoch)
             await until(lambda: view_of(service).trust is Trust.exact)
             await until(lambda: view_of(service).num_blocks == 1)
+
+
+FORGED = WorkerInfo("http://forged", ("m",), DESCRIPTOR)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [
+        (1, [WorkerUp(FORGED)]),
+        (1, [SourceDegraded("forged")]),
+        (1, [NamespacesOverBudget(bytes(16), "forged")]),
+        (1, [WorkerDown("forged")]),
+        (2**53 - 1_000, []),
+        (500, [WorkerUp(FORGED)]),
+    ],
+    ids=["up", "doubted", "muted", "down", "last-sequence", "up-and-a-later-sequence"],
+)
+@pytest.mark.parametrize("holds_blocks", [True, False], ids=["holds", "idle"])
+async def test_what_is_forged_in_a_living_epoch_ends_by_itself(
+    tmp_path: Path, ahead: int, said: list[KvEvent], holds_blocks: bool
+) -> None:
+    settings = IndexServiceLimits(poll_seconds=0.02, lease_missing_seconds=600.0)
+    async with a_broker() as (broker, bus):
+        options = sidecar_options(
+            tmp_path, base_url="http://own", lease_ttl_seconds=2.0, digest_seconds=0.05
+        )
+        async with (
+            IndexService(bus, IndexState(ReferenceIndex()), settings=settings) as service,
+            beside(options, broker.connect()) as one,
+        ):
+            if holds_blocks:
+                one.hook.stored([1], None, tokens_of(1))
+            first = await one.channel.flush()
+            forged = EventBatch(WIRE_VERSION, "w", 0, first.epoch, first.seq + ahead, 0, (*said,))
+            publisher = bus.publisher(KV_EVENTS)
+            await publisher.publish(events_subject("m", W), encode(forged))
+            await publisher.flush()
+            last = await bus.last_sequence(KV_EVENTS)
+            await until(lambda: service.state.stream_sequence >= last)
+
+            def is_as_before() -> bool:
+                view = view_of(service)
+                own = view.info is not None and view.info.base_url == "http://own"
+                is_exact = view.trust is Trust.exact and not view.muted
+                return own and is_exact and view.num_blocks == holds_blocks
+
+            await until(is_as_before)
 
 
 def view_of(service: IndexService) -> InstanceView:

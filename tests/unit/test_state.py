@@ -2,13 +2,19 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvatlas.events.codec import DecodedBatch
 from kvatlas.indexer import ReferenceIndex
-from kvatlas.indexer.fold.batches import MAX_REASON
 from kvatlas.indexer.fold.fleet import MAX_REJECTED_KINDS
-from kvatlas.indexer.fold.instances import MAX_OPEN_INVENTORY_BYTES, PART_BYTES, OpenInventory
+from kvatlas.indexer.fold.instances import (
+    MAX_OPEN_INVENTORY_BYTES,
+    MAX_REASON,
+    PART_BYTES,
+    OpenInventory,
+)
 from kvatlas.indexer.fold.records import MAX_CONTROLS
+from kvatlas.indexer.fold.residency import ResidencyTables
 from kvatlas.indexer.fold.state import IndexState
 from kvatlas.indexer.fold.stimuli import (
     BatchArrived,
@@ -38,6 +44,7 @@ from kvatlas.schemas.kv_events import (
     SourceDegraded,
     WorkerDown,
     WorkerUp,
+    quarantine_lifted_because,
 )
 from testkit.builders import (
     MODEL,
@@ -496,3 +503,59 @@ def test_the_state_digest_tells_apart_what_matters_and_nothing_else() -> None:
     digests = [each.state_digest() for each in others]
     assert len({*digests, base.state_digest()}) == len(others) + 1
     assert all(len(each) == 32 for each in digests)
+
+
+def test_what_others_say_of_an_instance_is_kept_short() -> None:
+    long = "x" * 1_000_000
+    state = a_state(
+        a_batch(up()),
+        *[a_control(kind="quarantined", reason=f"{number}{long}") for number in range(3)],
+        a_batch(up(), WorkerDown(long), worker="w2"),
+        a_batch(up(), worker="w3"),
+        a_control(kind="expired", reason=long, worker="w3"),
+    )
+    reasons = [why for view in state.instances() for why in view.trust_reasons]
+    assert len(reasons) == 3
+    assert max(map(len, reasons)) <= MAX_REASON + 20
+    tables = state.fleet.tables(1, ResidencyTables(set(), set(), 0, 0))
+    assert len(msgspec.msgpack.encode(tables)) < 20_000
+
+
+def test_two_batches_of_one_sequence_are_a_loss_until_it_says_again_what_it_is() -> None:
+    first = a_batch(up(), stored(1))
+    own = replace(a_batch(stored(2), seq=2), ts_ns=7)
+    other = replace(a_batch(SourceDegraded("forged"), seq=2), ts_ns=8)
+    healed = a_batch(*digests(1), seq=3)
+    state = a_state(first, own, own, healed)
+    assert trust_of(state) is Trust.degraded, "block 2 is there as well"
+    state = a_state(first, own, own, a_batch(*digests(1, 2), seq=3))
+    assert trust_of(state) is Trust.exact, "published twice"
+    state = a_state(first, own, other, a_batch(*digests(1, 2), seq=3))
+    assert trust_of(state) is Trust.degraded, "the other may be the true one"
+    state = a_state(first, own, other, a_batch(up(), *digests(1, 2), seq=3))
+    assert trust_of(state) is Trust.exact
+
+
+def test_one_that_describes_itself_otherwise_in_an_epoch_has_to_say_it_twice() -> None:
+    first, other = a_batch(up()), a_batch(up(sidecar="forged"), seq=2)
+    state = a_state(first, other, a_batch(*digests(), seq=3))
+    assert trust_of(state) is Trust.degraded
+    state = a_state(first, other, a_batch(up(), *digests(), seq=3))
+    assert trust_of(state) is Trust.degraded
+    state = a_state(first, other, a_batch(up(), seq=3), a_batch(up(), *digests(), seq=4))
+    assert trust_of(state) is Trust.exact
+
+
+def test_lifting_quarantines_again_and_again_does_not_use_up_the_records() -> None:
+    records = []
+    for number in range(2 * MAX_CONTROLS):
+        records.append(a_control(kind="quarantined", reason="same"))
+        reason = quarantine_lifted_because(str(number))
+        records.append(a_control(kind="released", reason=reason))
+    state = a_state(a_batch(up()), *records, a_control(kind="quarantined", reason="same"))
+    assert trust_of(state) is Trust.degraded
+
+
+def trust_of(state: IndexState) -> Trust | None:
+    view = state.instance(W1)
+    return None if view is None else view.trust

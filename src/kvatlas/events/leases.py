@@ -38,6 +38,8 @@ RENEWALS_PER_TTL = 3
 RELEASE_SECONDS = 2.0
 #: pause after a renewal that the broker did not confirm
 RETRY_SECONDS = 0.5
+#: characters of a key that is no lease's, in a log line
+MAX_SHOWN_KEY = 100
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ class LeaseValue(Struct, frozen=True, array_like=True):
     epoch: Epoch
     #: what the holder wants watchers to know, uninterpreted
     details: bytes = b""
+
+
+_leases = msgspec.msgpack.Decoder(LeaseValue)
 
 
 class LeaseChange(Struct, frozen=True):
@@ -178,16 +183,25 @@ async def watch_leases(keys: KeyValue, on_lease: Callable[[LeaseChange], None]) 
     """Report each lease that is held, then each change; returns when the present is reported.
 
     A renewal is reported as alive again. Every end of a lease is reported, also one that
-    happened while the connection was away. Keys that are no lease are logged and left out.
+    happened while the connection was away. What is no lease is left out; the 1st, the 10th, the
+    100th and so on are logged.
     """
     #: instance -> epoch of each lease that was reported alive and not its end
     epochs: dict[InstanceId, int] = {}
+    num_others = 0
+
+    def leave_out(key: str, reason: str) -> None:
+        nonlocal num_others
+        num_others += 1
+        if num_others == 10 ** (len(str(num_others)) - 1):
+            shown = key[:MAX_SHOWN_KEY]
+            _logger.warning("no lease at %s: %s (%d in all)", shown, reason, num_others)
 
     def on_change(change: KeyChange) -> None:
         try:
             instance = parse_lease_key(change.key)
         except InvalidSubject:
-            _logger.warning("no lease key: %s", change.key)
+            leave_out(change.key, "expected lease.<worker>.<rank>")
             return
         if change.value is None:
             kind: Literal["released", "expired"] = (
@@ -195,10 +209,13 @@ async def watch_leases(keys: KeyValue, on_lease: Callable[[LeaseChange], None]) 
             )
             on_lease(LeaseChange(instance, epochs.pop(instance, None), kind))
             return
-        value = decode_lease(Entry(change.key, change.value, change.revision))
-        if value is not None:
-            epochs[instance] = value.epoch
-            on_lease(LeaseChange(instance, value.epoch, "alive", value.details))
+        try:
+            value = _leases.decode(change.value)
+        except (msgspec.DecodeError, RecursionError) as error:
+            leave_out(change.key, str(error))
+            return
+        epochs[instance] = value.epoch
+        on_lease(LeaseChange(instance, value.epoch, "alive", value.details))
 
     return await keys.watch(on_change)
 
@@ -227,7 +244,7 @@ def _holder(entry: Entry, previous: int) -> int | None:
 def decode_lease(entry: Entry) -> LeaseValue | None:
     """Return the value at a lease's key, or None (and log) when it is none of ours."""
     try:
-        return msgspec.msgpack.decode(entry.value, type=LeaseValue)
+        return _leases.decode(entry.value)
     except (msgspec.DecodeError, RecursionError) as error:
         _logger.warning("no lease at %s: %s", entry.key, error)
         return None

@@ -50,6 +50,11 @@ class WorkerRole(StrEnum):
 #: trailing blocks of a match that an engine does not reuse; EAGLE-like drafting costs one
 MAX_UNREUSABLE_BLOCKS = 1_024
 UnreusableBlocks = Annotated[int, Meta(ge=0, le=MAX_UNREUSABLE_BLOCKS)]
+#: every reader keeps what each instance says of itself, and answers with it: more is refused
+MAX_MODELS, MAX_ADAPTERS = 256, 4_096
+Address = Annotated[str, Meta(max_length=2_048)]
+Word = Annotated[str, Meta(max_length=256)]
+_FEW = Meta(max_length=64)
 
 
 class WorkerInfo(Struct, frozen=True, array_like=True):
@@ -66,19 +71,19 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     that many blocks less (ADR-0024).
     """
 
-    base_url: str
-    models: Annotated[tuple[Name, ...], Meta(min_length=1)]
+    base_url: Address
+    models: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_MODELS)]
     descriptor: NamespaceDescriptor
-    kv_fingerprint: bytes = b""
-    tiers: tuple[TierCapacity, ...] = ()
-    adapters: dict[Name, Name] = {}
-    groups: tuple[int, ...] = (0,)
+    kv_fingerprint: Annotated[bytes, _FEW] = b""
+    tiers: Annotated[tuple[TierCapacity, ...], _FEW] = ()
+    adapters: Annotated[dict[Name, Name], Meta(max_length=MAX_ADAPTERS)] = {}
+    groups: Annotated[tuple[int, ...], Meta(max_length=1_024)] = (0,)
     role: WorkerRole = WorkerRole.both
-    sidecar: str = ""
-    versions: dict[str, str] = {}
+    sidecar: Address = ""
+    versions: Annotated[dict[Word, Word], _FEW] = {}
     ends_at_reuse_points: bool = False
-    p2p_address: str = ""
-    leasable_tiers: tuple[Tier, ...] = tuple(Tier)
+    p2p_address: Address = ""
+    leasable_tiers: Annotated[tuple[Tier, ...], _FEW] = tuple(Tier)
     num_unreusable_trailing_blocks: UnreusableBlocks = 0
 
     @property

@@ -30,6 +30,7 @@ from kvatlas.indexer.fold.stimuli import (
     ReportDivergence,
     ReportGap,
     ReportOldEpoch,
+    ReportPassed,
     ReportRefused,
     ReportRejected,
     ReportTakeover,
@@ -209,6 +210,8 @@ def _say(effect: Effect) -> str:
             return f"ask {_name(instance)} what it is"
         case ReportOldEpoch(instance, epoch, newer):
             return f"{_name(instance)} epoch={epoch} goes on after epoch={newer}"
+        case ReportPassed(instance, epoch, seq, at_seq):
+            return f"{_name(instance)} epoch={epoch} seq={seq} comes after seq={at_seq}"
         case ReportRefused(instance, epoch, kind):
             return f"{_name(instance)} epoch={epoch} is refused: {kind}"
 

@@ -10,12 +10,13 @@ from typing import cast
 from kvatlas.events.codec import DecodedBatch
 from kvatlas.events.ordering import Verdict
 from kvatlas.indexer.fold.fleet import Fleet
-from kvatlas.indexer.fold.instances import DegradedReason, Instance
+from kvatlas.indexer.fold.instances import MAX_REASON, DegradedReason, Instance
 from kvatlas.indexer.fold.stimuli import (
     Effect,
     ReportDivergence,
     ReportGap,
     ReportOldEpoch,
+    ReportPassed,
     ReportTakeover,
     RequestInventory,
 )
@@ -40,10 +41,10 @@ from kvatlas.schemas.kv_events import (
     WorkerUp,
 )
 
-#: characters kept of a reason; it stands in every answer about the instance
-MAX_REASON = 200
 #: a counter stays there: what is encoded has 64 bits, and an instance says by how much it rises
 MAX_COUNT = 2**63 - 1
+#: a WorkerUp that differs within an epoch: no sidecar says one, so somebody else may have
+REDESCRIBED = "it describes itself otherwise than before in this epoch"
 _NEXT, _GONE = Verdict.next, Trust.gone
 #: kinds of events whose loss can leave the index wrong
 _STATEFUL = frozenset(
@@ -79,7 +80,7 @@ class BatchFold:
             return
         if instance.damages and DegradedReason.stream_hole in instance.damages:
             instance.clear_degraded_reason(DegradedReason.stream_hole)
-        instance.seq = batch.seq
+        instance.seq, instance.ts_ns = batch.seq, batch.ts_ns
         instance.last_event_ns = broker_ns
         self._counters.batches += 1
         said = batch.events
@@ -104,6 +105,7 @@ class BatchFold:
         match verdict:
             case Verdict.duplicate:
                 self._counters.duplicates += 1
+                self._apply_duplicate(instance, batch, effects)
                 return False
             case Verdict.old_epoch:
                 self._counters.old_epochs += 1
@@ -137,6 +139,12 @@ class BatchFold:
                     self._residency.clear(instance, event)
                 case WorkerUp(info):
                     self._judge_takeover(instance, info, effects)
+                    is_news = instance.info not in (None, info)
+                    instance.is_contradicted = is_news
+                    if is_news:
+                        self._fleet.degrade_and_request_inventory(
+                            instance, DegradedReason.gap, REDESCRIBED, effects
+                        )
                     if info != instance.info:
                         self._residency.introduce(instance, info)
                         self._fleet.note_change(instance.id)
@@ -178,6 +186,24 @@ class BatchFold:
             instance, damage, f"expected {expected}, got {found}", effects
         )
         instance.changed_at = [found - 1] * NUM_TIERS
+
+    def _apply_duplicate(
+        self, instance: Instance, batch: EventBatch, effects: list[Effect]
+    ) -> None:
+        """Tell a batch that came twice from two that claim one sequence: one of them is forged.
+
+        Which one is unknown, and the other had no effect, so its inventory has to say what is true.
+        """
+        if batch.seq != instance.seq or instance.ts_ns in (None, batch.ts_ns):
+            effects.append(ReportPassed(instance.id, batch.epoch, batch.seq, instance.seq))
+            return
+        trust = instance.trust
+        detail = f"two batches say that they are number {batch.seq}"
+        self._fleet.degrade_and_request_inventory(instance, DegradedReason.gap, detail, effects)
+        instance.is_contradicted = True
+        instance.changed_at = [batch.seq] * NUM_TIERS
+        if instance.trust is not trust:
+            self._fleet.report_trust(instance, effects)
 
     def _compare_digest(self, instance: Instance, told: Digest, effects: list[Effect]) -> None:
         self._residency.inventories.interrupt(instance, told.tier)

@@ -21,6 +21,8 @@ from kvatlas.schemas.kv_events import Inventory
 MAX_OPEN_INVENTORY_BYTES = 256 * 1024 * 1024
 #: and each part counts for so much, hashes or none
 PART_BYTES = 64
+#: characters kept of a reason that others give; it stands in every answer about the instance
+MAX_REASON = 500
 #: what a fold counts up from, read from a snapshot: far enough from the end of 64 bits
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: of an instance in the index
@@ -110,6 +112,9 @@ class Instance(Struct):
     id: InstanceId
     epoch: Count = 0
     seq: Count = 0
+    #: the worker's clock in the batch of that sequence, which another batch of it does not have;
+    #: None where it is unknown
+    ts_ns: int | None = None
     #: number in the index; None when it is gone or there was no room
     number: Number | None = None
     info: WorkerInfo | None = None
@@ -125,6 +130,8 @@ class Instance(Struct):
     open_inventories: dict[Tier, OpenInventory] = msgspec.field(default_factory=dict)
     #: per tier: the newest sequence that did change it, or may have
     changed_at: list[Count] = msgspec.field(default_factory=lambda: [0] * NUM_TIERS)
+    #: somebody else may have spoken for it: until it says again what it is, nothing heals it
+    is_contradicted: bool = False
     #: an inventory has been asked for and has not healed it yet
     wants_inventory: bool = False
     #: (kind, reason) of the control records of this epoch
@@ -170,7 +177,7 @@ class Instance(Struct):
 
     def end(self, reason: str) -> None:
         """Become gone until the next epoch."""
-        self.trust, self.ended, self.info = Trust.gone, reason, None
+        self.trust, self.ended, self.info = Trust.gone, reason[:MAX_REASON], None
         self.damages.clear()
         self.divergent.clear()
         self.muted.clear()
@@ -178,7 +185,7 @@ class Instance(Struct):
 
     def degrade(self, damage: DegradedReason, detail: str) -> None:
         """Take all tiers as unknown."""
-        self.damages.setdefault(damage, detail)
+        self.damages.setdefault(damage, detail[:MAX_REASON])
         self.trust = Trust.degraded
         self.inventoried.clear()
         self.unsettled = set(Tier)
@@ -186,7 +193,7 @@ class Instance(Struct):
     def degrade_tier(self, tier: Tier, damage: DegradedReason, detail: str) -> bool:
         """Take one tier as unknown; return whether an inventory of it was what turned out wrong."""
         had_inventory = tier in self.inventoried
-        self.damages.setdefault(damage, detail)
+        self.damages.setdefault(damage, detail[:MAX_REASON])
         self.trust = Trust.degraded
         self.inventoried.discard(tier)
         self.unsettled.add(tier)
@@ -204,7 +211,7 @@ class Instance(Struct):
         bring that about or nothing had been lost in the tier. One tier less, such as one that
         nobody has told of yet, and a worker that holds something is believed to hold nothing.
         """
-        if not self.unsettled:
+        if not self.unsettled and not self.is_contradicted:
             self.damages = {why: d for why, d in self.damages.items() if why in _LASTING}
             self._settle()
 

@@ -6,7 +6,7 @@ Nothing that a replica notices has an effect before it has come back through the
 """
 
 from kvatlas.indexer.fold.fleet import Fleet
-from kvatlas.indexer.fold.instances import DegradedReason, Instance
+from kvatlas.indexer.fold.instances import MAX_REASON, DegradedReason, Instance
 from kvatlas.indexer.fold.stimuli import Effect, LeaseExpired, Proposed, PublishControl
 from kvatlas.schemas.ids import NUM_TIERS
 from kvatlas.schemas.kv_events import WIRE_VERSION, ControlRecord, lifts_quarantine
@@ -53,10 +53,10 @@ class Records:
                 self._lift_quarantine(instance)
             case "released":
                 self._release(instance, effects)
-        if record.kind in PROPOSED_KINDS and not lifts_quarantine(record):
+        if record.kind not in PROPOSED_KINDS:
+            instance.controls.add(_key(record))
+        elif not lifts_quarantine(record):  # which has an effect only where it is due
             instance.num_records[record.kind] = instance.num_records.get(record.kind, 0) + 1
-        else:
-            instance.controls.add((record.kind, record.reason))
         if instance.trust is not trust:
             self._fleet.report_trust(instance, effects)
 
@@ -131,9 +131,13 @@ def _says_nothing_new(record: ControlRecord, instance: Instance) -> bool:
         # the number tells a second replica's record from the next time
         is_next = record.reason == str(instance.num_records.get(record.kind, 0) + 1)
         return not is_next or not _is_due(record.kind, instance)
-    if instance.is_gone or (record.kind, record.reason) in instance.controls:
+    if instance.is_gone or _key(record) in instance.controls:
         return True
     return record.kind != "expired" and len(instance.controls) >= MAX_CONTROLS
+
+
+def _key(record: ControlRecord) -> tuple[str, str]:
+    return record.kind, record.reason[:MAX_REASON]
 
 
 def _is_due(kind: str, instance: Instance) -> bool:

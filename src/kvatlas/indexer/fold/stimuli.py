@@ -126,6 +126,15 @@ class ReportOldEpoch(Struct, frozen=True):
     newer: int
 
 
+class ReportPassed(Struct, frozen=True):
+    """Notice a batch whose sequence `seq` the fold has passed: it is at `at_seq` of the epoch."""
+
+    instance: InstanceId
+    epoch: int
+    seq: int
+    at_seq: int
+
+
 class ReportRefused(Struct, frozen=True):
     """Tell people that an instance, or an epoch of one, is not taken in.
 
@@ -186,6 +195,7 @@ Effect = (
     | RequestInventory
     | RequestIntroduction
     | ReportOldEpoch
+    | ReportPassed
     | ReportRefused
     | ReportRejected
     | ReportGap

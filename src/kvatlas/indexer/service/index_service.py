@@ -32,6 +32,7 @@ from kvatlas.indexer.fold.stimuli import (
     Proposed,
     PublishControl,
     ReportOldEpoch,
+    ReportPassed,
     RequestIntroduction,
     RequestInventory,
     Stimulus,
@@ -392,6 +393,9 @@ class IndexService:
             case ReportOldEpoch(instance, epoch, newer):
                 if self.is_ready:
                     self._superseded.spoke(instance, epoch, newer)
+            case ReportPassed(instance, epoch, seq, at_seq):
+                if self.is_ready:
+                    self._superseded.passed(instance, epoch, seq, at_seq)
             case _:
                 at = self.state.stream_sequence
                 self._log.report(effect, at, is_history=not self.is_ready)
@@ -520,14 +524,19 @@ class IndexService:
         self._superseded.take(change)
 
     def _end_superseding(self) -> None:
-        """Have epochs end that are nobody's, so that who lives in a lower one begins one above."""
-        for instance, epoch in self._superseded.due():
+        """Have epochs end in which no one who lives can speak, so that it begins one above."""
+        fleet = self.state.fleet
+        for name in fleet.gone.keys() & self._lapses.held.keys():
+            epoch = fleet.instances[name].epoch
+            if self._lapses.held[name] == epoch:
+                self._superseded.ended(name, epoch)
+        for instance, epoch, at_seq in self._superseded.due():
             known = self.state.instance(instance)
-            if known is None or known.epoch != epoch:
+            if known is None or known.epoch != epoch or at_seq not in (0, known.seq):
                 continue
             _logger.warning(
-                "%s lives, and has the lease of an epoch below %d, which nobody holds:"
-                " it is to begin one above",
+                "%s lives, and what it says has no effect because of what was said in its name in"
+                " epoch %d: it is to begin one above",
                 instance,
                 epoch,
             )

@@ -21,13 +21,19 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 60.0
 
 
 class Introductions:
-    """Says who is asked next: who has a lease before who has only spoken, each now and then."""
+    """Says who is asked next, each now and then.
+
+    First who has a lease and has spoken, then who has a lease, in turn, then who has only spoken.
+    Half of the places are for those who have spoken as long as some wait.
+    """
 
     def __init__(self) -> None:
         #: names that have spoken, the first one first
         self._waiting: dict[InstanceId, None] = {}
         #: name -> when it may be asked again, and the pause after that
         self._asked: dict[InstanceId, tuple[float, float]] = {}
+        #: unknown ones with a lease that were looked at so far: where the next look begins
+        self._num_looked_at = 0
 
     def spoke(self, instance: InstanceId) -> None:
         """Note that an unknown instance has said something."""
@@ -46,17 +52,37 @@ class Introductions:
         O(leases). Those that are returned are not due again before their pause is over.
         """
         found: list[InstanceId] = []
-        for instance in leased:
-            if len(found) == most:
+        unknown = [instance for instance in leased if not is_known(instance)]
+        has_lease = frozenset(unknown)
+        living = [name for name in self._waiting if name in has_lease]
+        others = [name for name in self._waiting if name not in has_lease]
+        self._take_all(living, is_known, most, now, found)
+        self._take_all(others, is_known, most // 2, now, found)
+        begin = self._num_looked_at % len(unknown) if unknown else 0
+        for instance in unknown[begin:] + unknown[:begin]:
+            if len(found) >= most:
                 return found
-            if not is_known(instance):
-                self._take(instance, now, found)
-        while self._waiting and len(found) < most:
-            instance = next(iter(self._waiting))
-            del self._waiting[instance]
-            if not is_known(instance):
-                self._take(instance, now, found)
+            self._num_looked_at += 1
+            self._take(instance, now, found)
+        left = [name for name in others if name in self._waiting]
+        self._take_all(left, is_known, most, now, found)
         return found
+
+    def _take_all(
+        self,
+        names: Iterable[InstanceId],
+        is_known: Callable[[InstanceId], bool],
+        most: int,
+        now: float,
+        found: list[InstanceId],
+    ) -> None:
+        for instance in names:
+            if len(found) >= most:
+                return
+            if is_known(instance):
+                self._waiting.pop(instance, None)
+            else:
+                self._take(instance, now, found)
 
     def _take(self, instance: InstanceId, now: float, found: list[InstanceId]) -> None:
         self._waiting.pop(instance, None)

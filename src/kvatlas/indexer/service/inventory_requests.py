@@ -120,7 +120,10 @@ class InventoryRequests:
             )
         except (BusUnavailable, RequestFailed) as error:
             self.num_failed_requests += 1
-            _logger.info("no inventory of %s yet: %s", instance, error)
+            # names that somebody invents must not each have a line
+            is_known = self._state.instance(instance) is not None
+            level = logging.INFO if is_known else logging.DEBUG
+            _logger.log(level, "no inventory of %s yet: %s", instance, error)
             return False
         return True
 

@@ -131,6 +131,7 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
         if self.num_slots and not (self.pool_path and self.block_bytes):
             problem = f"{self.num_slots} slots need pool_path and block_bytes"
             raise InvalidSetting("num_slots", "sidecar", problem)
+        self._check_description()
         if self.metrics_address and host_and_port(self.metrics_address) is None:
             raise InvalidSetting("sidecar.metrics_address", "sidecar", "expected host:port")
         if self.p2p_address and host_and_port(self.p2p_address) is None:
@@ -140,6 +141,15 @@ class SidecarOptions(ReportingSettings, frozen=True, forbid_unknown_fields=True,
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             problem = f"a path of {len(self.socket_path)}, the limit is {MAX_SOCKET_PATH_BYTES}"
             raise InvalidSetting("socket_path", "sidecar", problem)
+
+    def _check_description(self) -> None:
+        """Raise InvalidSetting for what readers would refuse of WorkerUp."""
+        info = self.worker_info()
+        for about in msgspec.structs.fields(WorkerInfo):
+            try:
+                msgspec.convert(getattr(info, about.name), about.type)
+            except msgspec.ValidationError as error:
+                raise InvalidSetting(about.name, "sidecar", str(error)) from error
 
     @property
     def stop_limit_seconds(self) -> float:

@@ -47,12 +47,6 @@ class DegradationNotices:
         self._stall = ""
         #: why namespaces are muted, as long as some are
         self._mute_reason = ""
-        #: the fleet has been told in this epoch
-        self._has_told_doubt = self._has_told_mutes = False
-
-    def begin_epoch(self) -> None:
-        """Nothing has been told in the new epoch."""
-        self._has_told_doubt = self._has_told_mutes = False
 
     def restart(self) -> None:
         """Doubt nothing of what was said before; the new epoch is told without it."""
@@ -87,7 +81,6 @@ class DegradationNotices:
         """Tell why the instance is doubtful: what was said, and what the edge has seen itself."""
         self._put_doubt()
         self._publication.other(SourceDegraded(self.doubt))
-        self._has_told_doubt = True
 
     def mark_over_budget(self, roots: Iterable[bytes], reason: str) -> None:
         """Mute namespaces for this reason, which holds for all that are muted."""
@@ -98,18 +91,17 @@ class DegradationNotices:
     def events(self, *, even_none: bool) -> list[KvEvent]:
         """Return what is to be said of it next to digests.
 
-        With `even_none` the end of notices is published again, if there were any in the epoch.
+        With `even_none` it is also said that there are none, for what readers know of some may be
+        out of date, or somebody else's word.
         """
         self._put_doubt()
         events: list[KvEvent] = []
-        if self.doubt or (even_none and self._has_told_doubt):
+        if self.doubt or even_none:
             events.append(SourceDegraded(self.doubt))
-            self._has_told_doubt = True
         muted = self._publication.muted if self._tells_mutes else ()
-        if muted or (even_none and self._has_told_mutes):
+        if muted or (even_none and self._tells_mutes):
             reason = self._mute_reason if muted else ""
             events.append(NamespacesOverBudget(b"".join(sorted(muted)), reason))
-            self._has_told_mutes = True
         return events
 
     def _put_doubt(self) -> None:

@@ -96,7 +96,6 @@ class EngineStateTracker:
     def begin_epoch(self) -> None:
         """Tell every namespace again, as the first of its blocks comes."""
         self._publication.namespaces.told.clear()
-        self._notices.begin_epoch()
 
     def handle(self, raw_events: Iterable[RawEvent]) -> list[KvEvent]:
         """Return what changed, in order; neighbours of one chain become one event.
@@ -186,7 +185,7 @@ class EngineStateTracker:
     def degradation_notices(self, *, even_none: bool = False) -> list[KvEvent]:
         """Return what readers have to know before equal digests make us exact: a doubt, mutes.
 
-        With `even_none` their end is said again, where some were said in the epoch.
+        With `even_none` it is also said that there are none.
         """
         return self._notices.events(even_none=even_none)
 
