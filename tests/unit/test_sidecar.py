@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvatlas.events.codec import decode, encode
-from kvatlas.events.leases import LeaseValue
+from kvatlas.events.leases import LeaseValue, lease_key
 from kvatlas.events.memory.bus import MemoryBroker, MemoryBus, MemoryPublisher
 from kvatlas.events.streams import EPOCHS_BUCKET, KV_EVENTS, LEASES_BUCKET, events_stream
 from kvatlas.events.subjects import (
@@ -707,6 +707,12 @@ async def test_a_pull_under_way_ends_before_the_owner_or_the_reader_that_leaves(
         leaves = a if leaving.worker == "a" else b
         leaves.sidecar.stop("test")
         await until(lambda: folds[leaving].down == "test")
+        keys = bus.keys(LEASES_BUCKET)
+
+        async def is_given_back() -> bool:
+            return await keys.get(lease_key(leaving)) is None
+
+        await until_told(is_given_back)
         assert not leaves.running.done()
         fabric.thaw(agent)
         assert (await pulling).held == (0,)

@@ -24,7 +24,7 @@ from kvatlas.common.line_writing import num_dropped_lines
 from kvatlas.events.bus import Bus, KeyValue, Message, Publisher
 from kvatlas.events.codec import decode_control, encode
 from kvatlas.events.epochs import allocate_epoch, is_plausible
-from kvatlas.events.leases import LeaseKeeper, lease_holder
+from kvatlas.events.leases import RELEASE_SECONDS, LeaseKeeper, lease_holder
 from kvatlas.events.streams import EPOCHS_BUCKET, KV_EVENTS, LEASES_BUCKET
 from kvatlas.events.subjects import (
     control_subject,
@@ -140,7 +140,9 @@ class Sidecar:
         #: an epoch of this name that was seen in the log; ours has to be above
         self._seen_epoch = 0
         #: pulls of the engine under way; none begins once it has said goodbye
-        self._num_pulls, self._is_leaving = 0, False
+        self._num_pulls, self._is_leaving = 0, asyncio.Event()
+        self._is_lease_free = asyncio.Event()
+        self._is_lease_free.set()
         self._refusals = Backoff(REFUSED_SECONDS, MAX_REFUSED_SECONDS, 2 * MAX_REFUSED_SECONDS)
         self._stopping: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: "missing_REASON", of blocks that a pull did not bring, from the first one on
@@ -284,23 +286,33 @@ class Sidecar:
                     tasks.create_task(self._watch_pool(PoolWatch(self._pool)))
 
     async def _live(self) -> None:
-        """Hold one epoch after the other; a new one begins when the last was declared dead."""
-        while True:
+        """Hold one epoch after the other; a new one begins when the last was declared dead.
+
+        None begins, and the lease is given back, once the instance has said that it leaves.
+        """
+        while not self._is_leaving.is_set():
             began = time.monotonic()
             epoch = await self._new_epoch()
             keys = self._bus.keys(LEASES_BUCKET)
             ttl_seconds = max(self._options.lease_ttl_seconds - NOTICE_SECONDS, 1.0)
+            self._is_lease_free.clear()
             try:
                 async with LeaseKeeper(
                     keys, self._instance, epoch, self._on_fenced, ttl_seconds=ttl_seconds
                 ):
+                    if self._is_leaving.is_set():
+                        return
                     self._begin_epoch(epoch)
                     await self._is_epoch_over.wait()
+                if self._is_leaving.is_set():
+                    return
                 if self._seen_epoch > epoch:
                     await self._yield_to_holder(keys, epoch)
             except Fenced as fenced:
                 self._on_fenced(fenced)
                 return
+            finally:
+                self._is_lease_free.set()
             await asyncio.sleep(max(began + MIN_EPOCH_SECONDS - time.monotonic(), 0))
 
     async def _new_epoch(self) -> int:
@@ -473,7 +485,7 @@ class Sidecar:
 
     async def _answer(self, question: Question) -> Answer:
         match question:
-            case PullBlocks() if self._is_leaving:
+            case PullBlocks() if self._is_leaving.is_set():
                 return missing_all(question, MissingReason.no_transport)
             case PullBlocks():
                 self._num_pulls += 1
@@ -596,12 +608,18 @@ class Sidecar:
         For `drain_seconds` at most: a peer that has died holds its leases to their end.
         """
         end_at = time.monotonic() + self._options.drain_seconds
-        self._is_leaving = True
+        self._is_leaving.set()
+        # who has said that it leaves and keeps its lease is taken for one that somebody else
+        # said it of, and asked to begin an epoch
+        self._is_epoch_over.set()
         if self._exchange is not None:
             self._exchange.grant_no_more()
         while self._num_transfers and time.monotonic() < end_at:
             self._ring.beat()
             await asyncio.sleep(POOL_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await self._is_lease_free.wait()
 
     @property
     def _num_transfers(self) -> int:
