@@ -133,6 +133,46 @@ def test_other_commands_do_so_too(
     assert said(arguments, capsys) == line
 
 
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--port", "0", "--workers", "0", "--archive", f"sqlite:///{LONG}"],
+        ["serve", "--port", "0", "--workers", "0", "--data", LONG],
+        ["replay", "--archive", f"sqlite:///{LONG}"],
+        ["dead-letters", "--nats", "nats://h:1", "--payload", "1", "--out", f"{LONG}/z"],
+        [
+            "doctor",
+            "--worker",
+            "w",
+            "--engine-url",
+            "http://h:1",
+            "--router-url",
+            "http://h:1",
+            "--tokenizer",
+            LONG,
+        ],
+    ],
+    ids=lambda arguments: f"{arguments[0]}-{arguments[-2]}",
+)
+def test_a_path_that_the_system_refuses_to_look_at_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = said(arguments, capsys)
+    assert LONG in line
+    assert "File name too long" in line
+    assert "\n" not in line
+
+
+def test_a_folder_that_is_a_loop_of_links_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("loop").symlink_to("loop")
+    line = said(["serve", "--port", "0", "--workers", "0", "--data", "loop"], capsys)
+    assert "loop" in line
+    assert "\n" not in line
+
+
 @pytest.mark.parametrize("command", [BRIDGE, SIDECAR])
 def test_a_rank_that_the_wire_cannot_carry_is_wrong_usage(
     command: list[str], capsys: pytest.CaptureFixture[str]

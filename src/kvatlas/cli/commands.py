@@ -5,6 +5,7 @@ Errors of ours end a command with one line on stderr and status 1, wrong usage w
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,11 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
             raise
         for leaf in leaves(ours):
             say_error(leaf)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say_error(f"{os.fsdecode(error.filename)}: {error.strerror}")  # of what a flag names
         return 1
     except ModuleNotFoundError as error:
         say_error(f"{error}: pip install 'kvatlas[{extra_of(error)}]'")

@@ -16,6 +16,7 @@ from typing import Literal, Self
 import msgspec
 from msgspec import Struct
 
+from kvatlas.common.few_lines import FewLines
 from kvatlas.events.bus import Entry, KeyChange, KeyValue, Subscription
 from kvatlas.events.epochs import is_plausible
 from kvatlas.events.subjects import escape_token, rank_of, unescape_token
@@ -188,20 +189,15 @@ async def watch_leases(keys: KeyValue, on_lease: Callable[[LeaseChange], None]) 
     """
     #: instance -> epoch of each lease that was reported alive and not its end
     epochs: dict[InstanceId, int] = {}
-    num_others = 0
-
-    def leave_out(key: str, reason: str) -> None:
-        nonlocal num_others
-        num_others += 1
-        if num_others == 10 ** (len(str(num_others)) - 1):
-            shown = key[:MAX_SHOWN_KEY]
-            _logger.warning("no lease at %s: %s (%d in all)", shown, reason, num_others)
+    others = FewLines(_logger)
 
     def on_change(change: KeyChange) -> None:
         try:
             instance = parse_lease_key(change.key)
         except InvalidSubject:
-            leave_out(change.key, "expected lease.<worker>.<rank>")
+            others.warn(
+                "no lease at %s: expected lease.<worker>.<rank>", change.key[:MAX_SHOWN_KEY]
+            )
             return
         if change.value is None:
             kind: Literal["released", "expired"] = (
@@ -212,7 +208,7 @@ async def watch_leases(keys: KeyValue, on_lease: Callable[[LeaseChange], None]) 
         try:
             value = _leases.decode(change.value)
         except (msgspec.DecodeError, RecursionError) as error:
-            leave_out(change.key, str(error))
+            others.warn("no lease at %s: %s", change.key[:MAX_SHOWN_KEY], error)
             return
         epochs[instance] = value.epoch
         on_lease(LeaseChange(instance, value.epoch, "alive", value.details))

@@ -17,6 +17,7 @@ from typing import Self
 import msgspec
 from msgspec import Struct
 
+from kvatlas.common.few_lines import FewLines
 from kvatlas.events.archive.port import Archive, BatchKey, DecisionRecord, EventRecord, Hole
 from kvatlas.events.bus import Bus, Message, Subscription
 from kvatlas.events.codec import decode
@@ -78,6 +79,8 @@ class Archiver:
         self._conditions = conditions
         self._feeds = [_Feed(name, self._settings, self._wake) for name in streams]
         self._news = asyncio.Event()
+        #: messages that are no decisions
+        self._others = FewLines(_logger)
         self._closing = asyncio.Event()
         self._progress = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -212,7 +215,9 @@ class Archiver:
         pause = self._settings.retry_seconds
         while True:
             try:
-                await asyncio.to_thread(_append, self._archive, feed.stream_name, taken)
+                await asyncio.to_thread(
+                    _append, self._archive, feed.stream_name, taken, self._others
+                )
                 break
             except ArchiveUnavailable as error:
                 self.num_failures += 1
@@ -311,7 +316,9 @@ class _Feed:
         return not self.is_full and self.failure is None
 
 
-def _append(archive: Archive, stream_name: str, taken: list[Message | Hole]) -> None:
+def _append(
+    archive: Archive, stream_name: str, taken: list[Message | Hole], others: FewLines
+) -> None:
     holes = [item for item in taken if isinstance(item, Hole)]
     messages = [item for item in taken if isinstance(item, Message)]
     cursor = _end(taken[-1])
@@ -322,7 +329,7 @@ def _append(archive: Archive, stream_name: str, taken: list[Message | Hole]) -> 
     decisions = [
         DecisionRecord(message, decision_id)
         for message in messages
-        if (decision_id := _decision_id(message)) is not None
+        if (decision_id := _decision_id(message, others)) is not None
     ]
     archive.append_decisions(decisions, holes, cursor)
 
@@ -353,12 +360,12 @@ class _DecisionHead(Struct):
 _heads = msgspec.msgpack.Decoder(_DecisionHead)
 
 
-def _decision_id(message: Message) -> str | None:
+def _decision_id(message: Message, others: FewLines) -> str | None:
     try:
         decision_id = _heads.decode(message.payload).id
     except (msgspec.DecodeError, RecursionError):
         decision_id = ""
     if decision_id.isprintable() and 0 < len(decision_id) <= MAX_DECISION_ID:
         return decision_id
-    _logger.warning("message %d is no decision", message.stream_sequence)
+    others.warn("message %d is no decision", message.stream_sequence)
     return None

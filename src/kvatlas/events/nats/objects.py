@@ -36,6 +36,7 @@ from nats.js.api import (
 from nats.js.errors import NotFoundError
 from nats.js.manager import JetStreamManager
 
+from kvatlas.common.few_lines import FewLines
 from kvatlas.events.nats.buckets import Buckets
 from kvatlas.events.nats.connection import NatsConnection
 from kvatlas.events.nats.errors import may_be_retried
@@ -111,6 +112,8 @@ class NatsObjects:
         self._chunks, self._metas = f"$O.{bucket}.C.", f"$O.{bucket}.M."
         self._buckets = buckets
         self._on_read = on_read
+        #: what stands where objects do and is none
+        self._others = FewLines(_logger)
 
     async def put(self, name: str, parts: Iterable[Buffer]) -> None:
         check_name(name)
@@ -187,7 +190,7 @@ class NatsObjects:
         try:
             meta = msgspec.json.decode(message.data or b"", type=_Meta)
         except (msgspec.DecodeError, RecursionError) as error:
-            _logger.warning("no object at %s: %s", subject, error)
+            self._others.warn("no object at %s: %s", subject, error)
             return None
         stored_ns = int(message.time.timestamp() * 1e9) if message.time else 0
         return _Found(meta, message.seq or 0, stored_ns)

@@ -71,7 +71,7 @@ class EmbeddedServer:
     """One nats-server and its folder: streams, log, configuration, lock."""
 
     def __init__(self, folder: Path, port: int = -1, settings: str = "") -> None:
-        self._folder = folder.resolve()
+        self._folder = Path(os.path.realpath(folder))  # a loop of links is told by its use
         #: further lines of nats-server's configuration, such as users; read at each start
         self.settings = settings
         self._port = port
