@@ -42,10 +42,10 @@ class Copy:
     """The kernels alone, as a package below a scratch folder, that processes import."""
 
     def __init__(self, folder: Path) -> None:
-        self.kernels = folder / "kvatlas" / "indexer" / "kernel"
+        self.kernels = folder / "kvatlas" / "indexer" / "index" / "kernel"
         source = Path(kernel.__file__).parent
         shutil.copytree(source, self.kernels, ignore=shutil.ignore_patterns("__pycache__"))
-        for package in (self.kernels.parent, self.kernels.parents[1]):
+        for package in list(self.kernels.parents)[:3]:
             (package / "__init__.py").touch()
         self.environment = {
             **{name: value for name, value in os.environ.items() if "NUMBA" not in name},
