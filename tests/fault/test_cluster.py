@@ -135,8 +135,10 @@ async def test_a_client_of_a_node_that_was_cut_off_is_stored_in_order(cuttable: 
         ):
             await reader.further(200)
             cuttable.isolate(leader)
-            await asyncio.sleep(0.5)  # what was under way when it was cut
-            before = (alone.num_acked, len(near_reader.messages))
+            before = (-1, -1)
+            while before != (now := (alone.num_acked, len(near_reader.messages))):
+                before = now  # what was under way when it was cut may still arrive
+                await asyncio.sleep(0.5)
             await reader.further(1000)
             assert (alone.num_acked, len(near_reader.messages)) == before
             cuttable.heal()

@@ -182,3 +182,30 @@ async def test_predictions_are_judged_without_a_scrape_too(monkeypatch: pytest.M
         router.route(a_request(a_prompt(64, start=1_000 * number)))
         router.clock.advance(60)
     assert router.overlay.num_lapsed <= 4
+
+
+async def test_workers_are_listed_as_of_one_stream_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though another process goes on writing the index while they are gathered."""
+    fleet = Fleet()
+    for name in ("w1", "w2", "w3"):
+        fleet.up(name)
+    router, pauses = fleet.router(), iter(range(4))
+
+    def seqs() -> dict[str, int]:
+        return {view.instance.worker: view.seq for view in router.index.instances()}
+
+    known = {router.index.stream_sequence: seqs()}
+
+    async def write(_: exposition.Slices) -> None:
+        if next(pauses, None) is not None:
+            fleet.tell("w1")
+            fleet.tell("w3")
+            known[router.index.stream_sequence] = seqs()
+
+    monkeypatch.setattr(exposition.Slices, "when_due", write)
+    answer = (await asked(create_app(router), "/v1/workers")).json()
+    found = {worker["worker"]: worker["seq"] for worker in answer["workers"]}
+    assert found == known[answer["stream_sequence"]]
+    assert len(known) > 2

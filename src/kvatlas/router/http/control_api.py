@@ -159,18 +159,15 @@ def control_routes(
     @routes.get("/v1/workers", summary="All workers", responses=_json_of(WorkersAnswer))
     async def workers() -> Response:
         # a fleet of thousands takes longer than others should wait, see exposition.py
-        views, naming, pause = list[InstanceView](), Namings(), Slices()
-        broker_ns = service.feed.broker_ns()
-        for name in service.index.names():
-            if (view := service.index.instance(name)) is not None:
-                views.append(view)
-                naming.add(view)
+        views, age = await _views_of_one_sequence(service)
+        naming, pause, broker_ns = Namings(), Slices(), service.feed.broker_ns()
+        for view in views:
+            naming.add(view)
             await pause.when_due()
         parts = []
         for view in views:
             parts.append(msgspec.json.encode(_worker(service, view, naming, broker_ns)))
             await pause.when_due()
-        age = _age(service)
         around = WorkersAnswer((), age.stream_sequence, age.index_age_ms, age.connected)
         body = encoded(around).replace(b"[]", b"[" + b",".join(parts) + b"]", 1)
         return Response(body, media_type="application/json")
@@ -271,6 +268,24 @@ class Namings:
             for instance in instances
         ]
         return found[:MAX_UNLIKE]
+
+
+async def _views_of_one_sequence(service: RouterService) -> tuple[list[InstanceView], IndexAge]:
+    """Return all instances and the stream sequence that all of them are of.
+
+    Gathered in slices while the fold stands still. An index that another process writes does not
+    stand still; its views are made already, and listing them takes no time to speak of.
+    """
+    pause = Slices()
+    async with service.feed.still():
+        age, views = _age(service), list[InstanceView]()
+        for name in service.index.names():
+            if (view := service.index.instance(name)) is not None:
+                views.append(view)
+            await pause.when_due()
+        while age.stream_sequence != service.index.stream_sequence:
+            age, views = _age(service), service.index.instances()
+    return views, age
 
 
 def _worker(
