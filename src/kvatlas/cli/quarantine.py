@@ -42,7 +42,10 @@ MAX_REASON_CHARACTERS = 500
 @app.command()
 def quarantine(
     worker: Annotated[str, typer.Argument(help="The worker's name.")],
-    reason: Annotated[str, typer.Option(help="Why; it is shown wherever the worker is.")],
+    reason: Annotated[
+        str,
+        typer.Option(help="Why; it is shown wherever the worker is. Required unless --release."),
+    ] = "",
     rank: Annotated[
         int | None, typer.Option(min=0, max=MAX_RANK, help="Only this rank; none: all of them.")
     ] = None,
@@ -58,6 +61,11 @@ def quarantine(
 
     It lasts until it is released or the worker starts anew, for all readers alike.
     """
+    if release and not reason:
+        reason = "released by command"
+    if not reason:
+        expected = "expected --reason TEXT, which says why the worker is quarantined"
+        raise InvalidSetting("reason", "", expected)
     if not 1 <= len(reason) <= MAX_REASON_CHARACTERS:
         problem = f"expected 1 to {MAX_REASON_CHARACTERS} characters, found {len(reason)}"
         raise InvalidSetting("reason", "flag --reason", problem)
